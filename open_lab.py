@@ -1,7 +1,7 @@
 """Opens JupyterLab at lesson 00, also over SSH, in a container, in a codespace and as root.
 
 ``make lab ARGS="--port 9999"`` runs it; without make: ``.venv/bin/python open_lab.py --port 9999``.
-Options go to JupyterLab and win over what is chosen here.
+Options are passed to JupyterLab and override the settings here.
 """
 
 import os
@@ -14,18 +14,19 @@ from traitlets.config import Config
 
 def main():
     root = Path(__file__).resolve().parent
-    # JupyterLab paints whole lessons, so that links find their heading, and doesn't ask for news.
+    # JupyterLab renders whole lessons, so that links find their heading, and doesn't check for
+    # news.
     os.environ.setdefault("JUPYTER_CONFIG_PATH", str(root / ".jupyter"))
     config = Config()
     config.ServerApp.root_dir = str(root / "notebooks")
     config.LabApp.default_url = "/lab/tree/00_start_here.ipynb"
     config.ServerApp.ip = "127.0.0.1"
-    config.ServerApp.answer_yes = True  # Ctrl+C ends it, without a question
+    config.ServerApp.answer_yes = True  # Ctrl+C ends it without asking
     config.ServerApp.allow_root = True
     config.Application.log_level = "WARN"
     config.ServerApp.open_browser = sits_here()
     if "CODESPACE_NAME" in os.environ:
-        # The browser's requests come from the address at which the codespace shows the port.
+        # The browser's requests come from the address under which the codespace exposes the port.
         name = os.environ["CODESPACE_NAME"]
         config.ServerApp.allow_origin_pat = rf"https://{name}-\d+\.app\.github\.dev$"
         config.ServerApp.allow_remote_access = True

@@ -1,4 +1,4 @@
-"""``pytest --vgpus 4``: a project's tests for CUDA run on virtual GPUs, where no GPU is.
+"""``pytest --vgpus 4``: run a project's CUDA tests on virtual GPUs, on a machine without a GPU.
 
 Pytest imports this file in every project of the environment, so torch is imported only when asked for.
 """
@@ -13,7 +13,7 @@ from _pytest.assertion.rewrite import rewrite_asserts
 
 _IS_FIRST = pytest.StashKey[bool]()
 _MARKER = (
-    "vgpus(count, gpu='V100', memory_bytes=None): run the test with these virtual GPUs, made by "
+    "vgpus(count, gpu='V100', memory_bytes=None): run the test with these virtual GPUs, created by "
     "vgpu.enable"
 )
 
@@ -21,9 +21,9 @@ _MARKER = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("virtual GPUs")
     group.addoption(
-        "--vgpus", type=int, metavar="COUNT", help="run tests for CUDA on so many virtual GPUs"
+        "--vgpus", type=int, metavar="COUNT", help="run CUDA tests on this many virtual GPUs"
     )
-    group.addoption("--vgpu-model", metavar="GPU", help="which, as in H100 (default: V100)")
+    group.addoption("--vgpu-model", metavar="GPU", help="their model, such as H100 (default: V100)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,7 +70,7 @@ def _vgpus_of_marker(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What they ran on; whether anything was put there, in this process or in one that it started."""
+    """Report the virtual GPUs, and whether this process or one that it started used them."""
     config = terminalreporter.config
     if not config.stash.get(_IS_FIRST, False):
         return

@@ -42,7 +42,7 @@ def main():
     torch = torch_requirement(options.torch)
     venv = ROOT / (".venv-torch" + options.torch if options.torch else ".venv")
     with open(__file__, "rb") as own:
-        # Wait for another set-up of this folder. Windows and some file systems have no locks.
+        # Wait for another setup in this folder. Windows and some file systems have no locks.
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
@@ -51,7 +51,7 @@ def main():
     if options.extra:
         pip(venv, "install", "--quiet", *EXTRAS[options.extra]) or give_up(venv)
     if options.save_wheels:
-        # The last two build the course's own entry, which needs no network then.
+        # The last two build the course's own package, which then needs no network.
         wanted = [*source(options), torch, f"{ROOT}[course]", "hatchling", "editables"]
         pip(venv, "wheel", "--quiet", "--wheel-dir", options.save_wheels, *wanted) or give_up(venv)
         say(f"done; without a network, on {MACHINE}: make lab WHEELS={options.save_wheels}")
@@ -62,7 +62,7 @@ def say(text):
 
 
 def torch_requirement(release):
-    """What pip is asked for. A release is 2.14 or 2.14.1; without one, pyproject.toml decides."""
+    """The requirement for pip. A release is 2.14 or 2.14.1; without one, pyproject.toml decides."""
     if not release:
         return "torch"
     oldest = int(TRIED[0].split(".")[1])
@@ -77,12 +77,12 @@ def python_of(venv):
 
 
 def stamp(folder=ROOT):
-    """What ready.txt says in an environment: where it is, for what, and what it has."""
+    """The contents of an environment's ready.txt: where it is, what it's for, and what it has."""
     return f"{folder}\n{MACHINE}\n{hashlib.sha256(str(PROJECT).encode()).hexdigest()}"
 
 
 def make(venv, torch, options):
-    """Make the environment if there is none, and install what pyproject.toml has come to want."""
+    """Create the environment if there is none, and install what pyproject.toml requires by now."""
     ready, wanted = venv / "ready.txt", stamp()
     found = ready.read_text("utf-8") if ready.exists() else ""
     if not found and venv.is_dir() and any(venv.iterdir()):
@@ -94,7 +94,7 @@ def make(venv, torch, options):
         return
     say(f"installing all packages into {venv.name} in this folder")
     if not runs or found.splitlines()[:2] != wanted.splitlines()[:2]:
-        # From within the environment that is to be emptied, the Python below it goes on.
+        # If this runs inside the environment that will be emptied, its base Python continues.
         python = getattr(sys, "_base_executable", sys.executable)
         for step in (["venv", "--clear", "--without-pip", venv], ["ensurepip"]):
             if subprocess.run([python, "-I", "-m", *step], stdout=subprocess.DEVNULL).returncode:
@@ -113,7 +113,7 @@ def install(venv, torch, options):
         return
     settings, hindrances = without_choosing_settings(venv)
     if options.torch and hindrances:
-        # A release that is asked for by name is taken wherever it can be had.
+        # A requested release is installed from wherever it's available.
         say(f"that failed; trying again without this machine's pip settings, {hindrances}")
         pip(venv, "uninstall", "--quiet", "--yes", "torch", "torchvision")
         if pip(venv, *command, environment=settings) and builds_match(venv):
@@ -130,9 +130,9 @@ def give_up(venv):
 
 
 def source(options):
-    """Where pip takes PyTorch from, as its options.
+    """Where pip gets PyTorch from, as options.
 
-    On Linux PyPI's builds bring CUDA along; PyTorch's own index has smaller ones, without.
+    On Linux, PyPI's builds include CUDA; PyTorch's own index has smaller ones without it.
     """
     if options.wheels:
         say(f"installing packages from {options.wheels}; nothing is downloaded")
@@ -154,7 +154,7 @@ def answers(index):
 
 
 def pip(venv, *arguments, environment=os.environ):
-    """Run pip; whether it succeeded. It unpacks gigabytes: not in /tmp, which is small at times."""
+    """Run pip; returns whether it succeeded. It unpacks gigabytes, so not in /tmp, which may be small."""
     with tempfile.TemporaryDirectory(dir=venv) as scratch:
         environment = {**environment, "TMPDIR": scratch, "PIP_USER": "0"}
         command = [python_of(venv), "-I", "-m", "pip", "--disable-pip-version-check", *arguments]
@@ -162,13 +162,13 @@ def pip(venv, *arguments, environment=os.environ):
 
 
 def builds_match(venv):
-    """Whether torchvision is compiled for this build of torch; else it can't be imported."""
+    """Whether torchvision was compiled for this build of torch; otherwise it can't be imported."""
     script = "import sys; sys.tracebacklimit = 0; import torchvision"
     return subprocess.run([python_of(venv), "-I", "-c", script]).returncode == 0
 
 
 def without_choosing_settings(venv):
-    """The user's environment and settings of pip, without those of CHOOSING; and those, as text."""
+    """The user's environment and pip settings, without those in CHOOSING; and those, as text."""
     command = [python_of(venv), "-I", "-m", "pip", "config", "list"]
     variables, left_out = {**os.environ, "PIP_CONFIG_FILE": os.devnull}, []
     listed = subprocess.check_output(command, text=True)

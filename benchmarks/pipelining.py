@@ -2,7 +2,7 @@
 
 Each process has one thread. In turn means one micro-batch at a time through both stages, forward
 and backward, before the next begins: the same schedule class with a single micro-batch, so only the
-overlap differs. Every repeat takes all ways one after the other, so that a neighbour's load falls on
+overlap differs. Every repeat takes all ways one after the other, so that a neighbor's load falls on
 all of them, and also asks what the machine gives: how much two processes that only compute get done
 beside each other, against one after the other. ``python -m benchmarks pipelining`` writes the result to RESULTS.md.
 """

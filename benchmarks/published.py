@@ -10,7 +10,7 @@ One figure is fitted, to the first row: the share of the H100's peak that arithm
 mean GPU. How much GPUs differ is taken from a measurement elsewhere (SPREAD). All else stands in
 datasheets or is CostModel's default. Not here: float8 (published_methods.py); of Llama 405B in a pipeline, which was
 published with it only, two schedules are therefore compared with each other. With asynchronous tensor
-parallelism two rows were published as well; they are replayed with it. Not modelled either:
+parallelism two rows were published as well; they are replayed with it. Not modeled either:
 clocks that fall at a limit of power, which is the likely reason why the gains by torch.compile and by
 asynchronous tensor parallelism are both overestimated; and, in the tables, NCCL's kernels, which take
 multiprocessors from those that they run beside.
@@ -130,7 +130,7 @@ _PIECES = (
 _POWER = (
     "The likely reason, which no published clock proves: these GPUs were held to 500 W of their 700 "
     "(torchtitan says so, and that more could be faster), and the denser the products, the lower the "
-    "clock. It would have to be modelled by what runs, from measured power; here it is one clock, which "
+    "clock. It would have to be modeled by what runs, from measured power; here it is one clock, which "
     "the first row sets. What is left out besides and could cost some of the gain: copies take memory "
     "bandwidth from the products beside them, and ranks wait for one another between pieces."
 )

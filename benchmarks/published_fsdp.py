@@ -10,7 +10,8 @@ generation, in Triton (attn_impl in scripts/train/benchmarking/submit_benchmarks
 has CUDA's of the same time for some models). Rows in fp8 are left out. The H100s' network is not
 stated: 400 Gb/s a GPU is taken; A100s had 1,600 Gb/s of RoCE a host.
 
-IBM: 128 A100 80 GB at 400 Gb/s a host, sequence 4096, batch 2, torch.compile, bfloat16 reduction.
+IBM: 128 A100 80 GB at 400 Gb/s a host, sequence 4096, batch 2, torch.compile, bfloat16 reduction. Its rotary
+positions are in real numbers, which fuse; those here are complex and don't.
 
 One figure is fitted in each table, to the row named: arithmetic's share. How much GPUs differ is
 measured elsewhere (SPREAD), and NCCL's kernels take two multiprocessors for each adapter of the host from

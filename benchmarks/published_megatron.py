@@ -136,10 +136,10 @@ def _furthest(errors: list[float], shares: Shares) -> str:
     plain = tera(row.run._replace(chunks=1), shares)
     return (
         f"The row of {row.name} is furthest off, by {error:+.1%}: {row.run.chunks} chunks a rank "
-        f"shorten its bubble, and nothing else here tells it from its neighbours. With one chunk it is "
+        f"shorten its bubble, and nothing else here tells it from its neighbors. With one chunk it is "
         f"predicted at {plain:.0f}, {plain / row.tera - 1:+.1%}. So what interleaving cost there, in "
         "messages that wait for one another or in smaller pieces of work, is what would have to be "
-        "modelled."
+        "modeled."
     )
 
 

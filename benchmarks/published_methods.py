@@ -4,12 +4,16 @@ Sources: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (tables
 asyncTP_llama3_h100_2025-06_torchtitan.md, on the H100s of ``published.py``: float8 with one scale a
 tensor, torch.compile. NVIDIA-NeMo/Automodel, docs/performance-summary.md of October 2025 with
 examples/benchmark/configs/qwen3_moe_30b_te_deepep.yaml: Qwen3 30B on eight H100s with 80 GB, FSDP2, a
-router that keeps experts equally busy, full recomputation.
+router that keeps experts equally busy, full recomputation. That router is ``FakeBalancedGate`` of
+nemo_automodel/components/moe/layers.py (at 89e3a9f), which gives a token eight experts in a row, all on one of
+the eight ranks; DeepEP sends a token once to each rank that has any of its experts. Its attention is
+Transformer Engine's, which is cuDNN's on an H100 and about as fast as FlashAttention-3 (vgpu/time/attention.py).
 
 The one fitted figure is that of ``published.py``, from a row in bfloat16. Steps are extrapolated
 from four and five layers. Left out: float8 that FSDP2 gathers; asynchronous gathers of float8 that
-torch.compile overlaps with products; of Qwen3 the norms of queries and keys, and the kernels of Transformer
-Engine and DeepEP; for what they fuse, elementwise operations are fused here.
+torch.compile overlaps with products; of Qwen3 the norms of queries and keys, the kernels of Transformer
+Engine and DeepEP, for which elementwise operations are fused here, and that its experts, which nobody shares,
+are bfloat16 and not sharded, where here they are cast from float32 for each forward and backward.
 """
 
 from typing import NamedTuple
@@ -25,19 +29,38 @@ class Row(NamedTuple):
     plan: Plan
     tokens_per_s: float  # of one GPU
     async_tokens_per_s: float | None = None
+    attention: str = "flash 2"
 
 
-_UNEXPLAINED = (
+def _on_a_line(first: float, second: float, times: int) -> float:
+    """Tokens/s at so many times the first length, if seconds a token grow as from once to twice it."""
+    return 1 / (1 / first + (times - 1) * (1 / second - 1 / first))
+
+
+_SHORT, _TWICE, _FOUR_TIMES, _EIGHT_TIMES = (
+    3890,
+    2540,
+    1071,
+    548,
+)  # 8B, by length, from 32,768 tokens on
+_LARGE = 76, 47, 31, 16  # 405B in table 6, by the same lengths, with tensors and stages of 8
+_WHY = (
     "Asynchronous tensor parallelism gains too little with float8, since only its reduce-scatters run in "
-    "pieces here, and its gathers do not. The two longest sequences are unexplained: their attention took 1.7 "
-    "times what is predicted, which is what the last of 4 or 8 ranks would take if sequences were cut "
-    "without balance, 1.75 and 1.88 times; but two ranks took 1.2 times only, and one 1.3. In TFLOP/s of "
-    "attention, if all else takes what it takes with 32,768 tokens: about 305 with two ranks, 195 with four and 185 "
-    "with eight, where FlashAttention-2 was measured at 335 over long sequences, and longer ones make no kernel "
-    "slower. The table doesn't say how keys and values went round, or whether sequences were balanced. Of Qwen3 "
-    "several things are known: DeepEP sends a token once to each rank that has any of its eight "
-    "experts, 5.3 of 8 ranks on average, where this sends it eight times; Transformer Engine's attention is "
-    "cuDNN's; and those GPUs were not held to 500 W, as those were that the figure is fitted on."
+    "pieces here, and its gathers do not.\n\n"
+    "The two longest sequences are unexplained, and no model in which attention's work grows with the length "
+    "could meet them and the other two. Seconds a token that grow from 65,536 tokens on as they did up to "
+    f"there give {_on_a_line(_SHORT, _TWICE, 4):,.0f} tokens/s at 131,072 and {_on_a_line(_SHORT, _TWICE, 8):,.0f} "
+    f"at 262,144, where {_FOUR_TIMES:,} and {_EIGHT_TIMES} were published. The sharing of sequences as such isn't "
+    "slow: in the same file's table 6, 405B on 512 GPUs of the same kind has "
+    f"{_LARGE[2]} and {_LARGE[3]} tokens/s at these lengths, where its first two, {_LARGE[0]} and {_LARGE[1]}, "
+    f"give {_on_a_line(*_LARGE[:2], 4):.0f} and {_on_a_line(*_LARGE[:2], 8):.0f}. What runs here is what torchtitan runs "
+    "by default at the commit named there (9dec370: keys and values are gathered, ranks balanced between front "
+    "and end); whether the rows were run so isn't said. Without balance the last of 4 or 8 ranks takes 1.75 or "
+    "1.88 times the mean, which is about what these two took in attention; but the last of 2 takes 1.5 times, "
+    "and those took 1.2. The two shorter ones lack a fifth to a third of attention's time: those GPUs were held to 500 W, "
+    "FlashAttention-2 was measured on others.\n\n"
+    "Of Qwen3's row is known besides: those GPUs were not held to 500 W, as those were that the figure is "
+    "fitted on."
 )
 
 
@@ -52,21 +75,29 @@ def _shared(dp_shard: int, cp: int, tokens_per_s: float) -> Row:
 
 
 QWEN3 = TransformerSizes(
-    48, 2048, 32, 4, 6144, 151_936, head_size=128, experts=ExpertSizes(128, 8, 768)
+    48,
+    2048,
+    32,
+    4,
+    6144,
+    151_936,
+    head_size=128,
+    experts=ExpertSizes(128, 8, 768, ranks_per_token=1),
 )
 ROWS = (
     Row("8B, float8", _llama("8B", Layout(dp_shard=8), 2, "selective"), 8532),
     Row("8B, float8", _llama("8B", Layout(dp_shard=128), 2, "selective"), 8380),
     Row("8B, float8", _llama("8B", Layout(dp_shard=8, tp=8), 12, "selective"), 5078.1, 5570.1),
     Row("70B, float8", _llama("70B", Layout(dp_shard=32, tp=8), 16, "full"), 809.8, 942.4),
-    _shared(8, 1, 3890),
-    _shared(4, 2, 2540),
-    _shared(2, 4, 1071),
-    _shared(1, 8, 548),
+    _shared(8, 1, _SHORT),
+    _shared(4, 2, _TWICE),
+    _shared(2, 4, _FOUR_TIMES),
+    _shared(1, 8, _EIGHT_TIMES),
     Row(
         "Qwen3 30B, 8 of 128 experts",
         Plan(QWEN3, Layout(dp_shard=8, ep=8), 4, 4096, "full", accumulate=16),
         12_040,
+        attention="flash 3",
     ),
 )
 
@@ -87,7 +118,7 @@ def main() -> str:
     ]
     errors = []
     for row in ROWS:
-        step = extrapolate(row.plan, **costs, fuses=True)
+        step = extrapolate(row.plan, **costs, fuses=True, attention=row.attention)
         pairs = [("", row.tokens_per_s, step.tokens_per_s())]
         if row.async_tokens_per_s is not None:
             pairs.append((", async_tp", row.async_tokens_per_s, step.tokens_per_s(async_tp=True)))
@@ -105,7 +136,7 @@ def main() -> str:
         "",
         f"Mean error {mean:.1%}; of the trivial predictor {of_trivial:.1%}.",
         "",
-        _UNEXPLAINED,
+        _WHY,
     ]
     return "\n".join(lines)
 

@@ -110,15 +110,17 @@ def main(path: Path = ROWS) -> str:
 
 _WHY = (
     "What is known of the misses. Within each degree of tensor parallelism, width and micro-batch, so "
-    "many milliseconds a layer and micro-batch, and so many more a micro-batch, meet the rows without a "
-    "pipeline to 0.5 %: the rows are not noise, and the misses are the same for all rows of a group. "
+    "many milliseconds a layer and so many more, for a micro-batch and for the update, meet the rows "
+    "without a pipeline to 0.9 % on average in the worst group and 0.2 % in half of them: the rows are not "
+    "noise, and the misses are the same for all rows of a group. "
     "What a layer takes is met without tensor parallelism. What is missing there is the last product: "
     "each 1,024 tokens take 4.0 ms more at width 2048 than at 1024, which is 80 TFLOP/s for products of "
     "51,200 columns; half as many columns, with TP 2, take no more than predicted. Unexplained, and "
     "most of the errors of -6 to -14 % there. The host's time for the same calls differs from "
     "group to group: a layer and micro-batch that wait for it take 3.3 to 3.6 ms with TP 2 or 4, but 2.7 with TP "
-    "4, width 2048 and micro-batches of 2, which is less than at half the width, and 3.9 to 5.0 with TP 8. "
-    "Unexplained, and the errors of +12 to +23 % and of TP 8; no model of their work could say it."
+    "4, width 2048 and micro-batches of 2, which is less than at half the width, and 3.7 to 5.0 with TP 8, where "
+    "it falls as micro-batches grow (5.0, 4.0 and 3.7 ms for 1, 2 and 4 at width 1024). Unexplained, and "
+    "the errors of +12 to +23 % and of TP 8; no model of their work could say it."
 )
 
 

@@ -2,7 +2,7 @@
 
 The peers are torch's own tensors made of Python: FakeTensorMode (shapes only, as ``shapes_only``)
 and TwoTensor (a wrapper that computes, as a virtual tensor does), and plain CPU tensors. They take
-turns, so that a busy moment of the machine hits all of them; ratios compare neighbours. Of each turn
+turns, so that a busy moment of the machine hits all of them; ratios compare neighbors. Of each turn
 the fastest of several short bursts counts, which nothing else interrupted.
 """
 

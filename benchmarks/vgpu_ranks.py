@@ -1,7 +1,7 @@
 """A training step of two ranks: a virtual GPU each, beside CPU tensors over the same gloo.
 
 Each rank has one thread. Every repeat takes a step in each way, one after the other, so that a
-neighbour's load falls on both; the losses are compared in every repeat, and must be equal to the
+neighbor's load falls on both; the losses are compared in every repeat, and must be equal to the
 last bit. ``python -m benchmarks vgpu_ranks`` writes the result to RESULTS.md.
 """
 

@@ -2,8 +2,8 @@
 
 
 def __getattr__(name: str) -> object:
-    """ImportError for the two names that old code imports; the library has them now."""
+    """Raise ImportError for the two names that have moved to the library."""
     if name in ("vgpu", "launch"):
         new = "import vgpu" if name == "vgpu" else "from vgpu import launch"
-        raise ImportError(f"helpers.{name} is in the library now: write {new}")
+        raise ImportError(f"helpers.{name} is now in the library: write {new}")
     raise AttributeError(f"module 'helpers' has no attribute {name!r}")

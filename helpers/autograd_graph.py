@@ -88,7 +88,7 @@ def _walk(start: Any) -> tuple[list[Any], list[tuple[int, int]]]:
     functions = [start] if start is not None else []
     known = {start: 0}
     edges = []
-    for index, function in enumerate(functions):  # grows while it is walked
+    for index, function in enumerate(functions):  # grows during the loop
         for following, _ in function.next_functions:
             if following is None:
                 continue

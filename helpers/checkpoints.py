@@ -53,10 +53,10 @@ class Checkpoints:
         if not (path := found[0]):
             return 0
         model, optimizer = get_state_dict(*self.state)
-        try:  # fills this rank's tensors, however many ranks wrote
+        try:  # fills this rank's tensors, regardless of how many ranks wrote
             dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
         except CheckpointException as error:
-            text = f"{path} is not of this model, or is damaged: {_reason(error)}"
+            text = f"{path} is from a different model, or damaged: {_reason(error)}"
             raise CheckpointRefused(text) from error
         set_state_dict(*self.state, model_state_dict=model, optim_state_dict=optimizer)
         if dist.get_rank() == 0:
@@ -79,7 +79,7 @@ class Checkpoints:
         try:
             self.writing.result()
         except CheckpointException as error:
-            advice = "Make room or choose another folder; the last whole checkpoint is kept"
+            advice = "Make room or choose another folder; the last complete checkpoint is kept"
             text = f"cannot write into {self.folder}: {_reason(error)}. {advice}"
             raise CheckpointRefused(text) from error
 
@@ -95,16 +95,18 @@ def load_whole(model: nn.Module, path: Path) -> None:
     Rank 0 broadcasts one full tensor at a time, and every rank keeps its shard.
     """
     try:
-        whole = torch.load(path, map_location="cpu", mmap=True)  # numbers are read when asked for
+        whole = torch.load(path, map_location="cpu", mmap=True)  # values are read on demand
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         raise CheckpointRefused(f"cannot read {path}: {str(error).splitlines()[0]}") from error
+    if not isinstance(whole, dict):
+        raise CheckpointRefused(f"{path} has no state dict, but a {type(whole).__name__}")
     whole, own = whole.get("model", whole), model.state_dict()
     for name in own | whole:
         there, here = (
             tuple(state[name].shape) if name in state else None for state in (whole, own)
         )
         if there != here:
-            text = f"{path} is of another model: {name} is {there} there, and {here} here"
+            text = f"{path} is from a different model: {name} is {there} there, and {here} here"
             raise CheckpointRefused(text)
     how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, whole, options=how)

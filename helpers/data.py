@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 def _split_digits() -> dict[bool, tuple[torch.Tensor, torch.Tensor]]:
     """Images (N, 8, 8) uint8 and labels (N,) int64 for train=True (80 %) and train=False (20 %)."""
     rows = torch.from_numpy(np.loadtxt(_digits_file(), delimiter=","))  # (N, 65): image, label
-    # The grey levels there go from 0 to 16; pictures go to 255.
+    # Its gray levels go from 0 to 16; those of images go to 255.
     images = (rows[:, :-1] * (255 / 16)).round().to(torch.uint8).reshape(-1, 8, 8)
     labels = rows[:, -1].to(torch.int64)
     held_out = torch.zeros(len(labels), dtype=torch.bool)
@@ -31,7 +31,7 @@ def _digits_file() -> Path:
     """The path of scikit-learn's digits, without importing it, which takes longer than reading them."""
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
-        raise ModuleNotFoundError("the digits come with scikit-learn, which is not installed")
+        raise ModuleNotFoundError("the digits come with scikit-learn, which isn't installed")
     return Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
 
 
@@ -76,9 +76,9 @@ class Digits(Dataset):
 
 
 class DigitsCNN(nn.Module):
-    """A small convolutional network for 8 by 8 grey images.
+    """A small convolutional network for 8 by 8 gray images.
 
-    (B, 1, 8, 8) float in, (B, 10) logits out; 21,546 parameters at the default width.
+    Maps (B, 1, 8, 8) floats to (B, 10) logits; 21,546 parameters at the default width.
     """
 
     def __init__(self, width: int = 16, dropout: float = 0.25) -> None:

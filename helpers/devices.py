@@ -28,7 +28,9 @@ def lab(count: int) -> list[torch.device]:
     VGPU_DEVICES, or if VGPU_DEVICES=cuda and there aren't enough GPUs.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"devices.lab(count) takes a whole number of GPUs from 1, got {count!r}")
+        raise ValueError(
+            f"devices.lab(count) takes a whole number of GPUs, at least 1; got {count!r}"
+        )
     kind, _ = _choose(count)
     if kind == "vgpu" and not (
         vgpu.is_enabled() and torch.get_device_module("vgpu").device_count() >= count
@@ -93,7 +95,7 @@ def _workspaces() -> str:
     value = os.environ[name]
     if value == without:
         return f"none, so that the bytes counted are those of tensors ({name}={value})"
-    return f"counted with the tensors, as {name}={value} asks for them"
+    return f"counted with the tensors, because {name}={value} asks for them"
 
 
 def _real_gpus() -> str:

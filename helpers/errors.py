@@ -44,8 +44,8 @@ def expected_error(
 def expected_warning(kind: type[Warning], *phrases: str, lines: int = 6) -> Iterator[Caught]:
     """Run a block that must warn with ``kind``; print the first such warning, shortened.
 
-    Other warnings are shown as usual. Raises AssertionError where none of ``kind`` came whose
-    message holds every phrase.
+    Other warnings are shown as usual. Raises AssertionError if there was no warning of ``kind``
+    whose message contains every phrase.
     """
     caught = Caught()
     with warnings.catch_warnings(record=True) as seen:

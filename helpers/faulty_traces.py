@@ -1,10 +1,11 @@
-"""Six traces of training on four GPUs, each with another fault, for lesson 16.
+"""Six traces of training on four GPUs, each with a different fault, for lesson 16.
 
-Each is three steps after a warm-up, of shapes in virtual time. Ranks that do the same are recorded
-once.
+Each has three steps after a warm-up, on shapes, in virtual time. Ranks that do the same are recorded once.
 """
 
+import base64
 import functools
+import gzip
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from IPython.display import HTML
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -36,7 +38,7 @@ class FaultyTrace(NamedTuple):
 
 @functools.cache
 def traces() -> dict[str, FaultyTrace]:
-    """The six, by their letter."""
+    """The six traces, by letter."""
     return {
         "A": FaultyTrace("loader", _alike(_trained(loader_s=15e-3))),
         "B": FaultyTrace("straggler", _straggler()),
@@ -48,18 +50,29 @@ def traces() -> dict[str, FaultyTrace]:
 
 
 def write(folder: Path | str) -> dict[str, Path]:
-    """Write each of them into a file, in the format of ``torch.profiler``; the paths by letter."""
+    """Write each trace to a file, in the format of ``torch.profiler``; returns the paths by letter."""
     paths = {letter: Path(folder) / f"{letter}.json" for letter in traces()}
     for letter, trace in traces().items():
         trace.timeline.to_chrome_trace(paths[letter])
     return paths
 
 
+def downloads(paths: dict[str, Path]) -> HTML:
+    """A link for each file, which holds the file itself, packed: it works wherever Jupyter runs."""
+    links = []
+    for path in paths.values():
+        packed = base64.b64encode(gzip.compress(path.read_bytes())).decode()
+        name = f"{path.name}.gz"
+        href = f"data:application/gzip;base64,{packed}"
+        links.append(f'<a download="{name}" href="{href}">{name}</a>')
+    return HTML(f"<p>Traces, packed (Perfetto opens them as they are): {', '.join(links)}</p>")
+
+
 class _Look(nn.Module):
-    """Reads a value of what passes, as ``if hidden.isnan().any().item()`` would."""
+    """Reads a value of its input, as ``if hidden.isnan().any().item()`` would."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden.detach().sum().to("cpu")  # a shape has no value that item() could give
+        hidden.detach().sum().to("cpu")  # a shape has no value that item() could return
         return hidden
 
 
@@ -76,7 +89,7 @@ def _trained(
     shard: bool = False,
     looks: bool = False,
 ) -> Prepare:
-    """Data parallel training of a few blocks, in bfloat16."""
+    """Data-parallel training of a few blocks, in bfloat16."""
 
     def prepare() -> Step:
         with torch.device("vgpu"):
@@ -107,7 +120,7 @@ def _trained(
 def _recorded(prepare: Prepare, rank: int = 0) -> vgpu.Timeline:
     with _rank(rank):
         step = prepare()
-        for _ in range(2):  # the optimizer makes its state, and then DDP its buckets
+        for _ in range(2):  # the optimizer creates its state, then DDP its buckets
             step()
         with vgpu.record() as timeline:
             for number in range(STEPS):
@@ -133,7 +146,7 @@ def _straggler() -> vgpu.Timeline:
 
 
 def _joined(timelines: Iterable[vgpu.Timeline]) -> vgpu.Timeline:
-    """A recording a rank, whichever rank it was recorded as."""
+    """Join recordings, one per rank, regardless of the rank that each was recorded as."""
     return vgpu.joined(
         [
             replace(timeline, programs=tuple(replace(p, rank=rank) for p in timeline.programs))

@@ -1,4 +1,4 @@
-"""What ``notebooks/train.py`` knows of its model: sizes, and how tensor parallelism divides it."""
+"""What ``notebooks/train.py`` knows about its model: sizes, and how tensor parallelism divides it."""
 
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import (
 from vgpu.plan.transformer import LETTERS, LLAMA
 
 MODELS = {"letters": LETTERS, **LLAMA}
-"""Sizes of a ``Transformer``: one that learns here, and those of Llama 3.1."""
+"""Sizes of a ``Transformer``: a small one to train here, and those of Llama 3.1."""
 
 TENSOR_PLAN = {  # between the products, each rank has a part of every sequence: Shard(1)
     "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -31,4 +31,4 @@ TENSOR_PLAN = {  # between the products, each rank has a part of every sequence:
         input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
     ),
 }
-"""For ``parallelize_module``, by name of module; ``*`` stands for any letters."""
+"""For ``parallelize_module``, by module name; ``*`` matches any characters."""

@@ -8,6 +8,7 @@ printed_losses(output)           # {10: 2.889254, 20: 2.730862}
 import ast
 import re
 import shlex
+import signal
 from pathlib import Path
 
 from IPython.display import Markdown
@@ -19,14 +20,14 @@ TORCHRUN = "python -m torch.distributed.run --standalone"
 
 
 def _files() -> list[Path]:
-    """The script in the notebooks' folder, which the learner may have changed, and its two helpers."""
+    """The script in the notebooks' folder, which the learner may have modified, and its two helpers."""
     return [Path("train.py"), Path(gpt.__file__), Path(checkpoints.__file__)]
 
 
 def show_lines(*names: str) -> Markdown:
     """The lines that define these functions, classes, methods ("Checkpoints.save") or constants.
 
-    ValueError for a name that neither the script nor its helpers define.
+    Raises ValueError for a name that neither the script nor its helpers define.
     """
     found: dict[str, str] = {}
     for path in _files():
@@ -57,14 +58,17 @@ def _definitions(body: ast.Module | ast.ClassDef, within: str = "") -> dict[str,
 def run_line(line: str, timeout_s: float = 600) -> str:
     """Run a command line with ``train.py``, show it and its output, and return the output.
 
-    Each process has one thread. RuntimeError with its stderr if it fails.
+    Each process has one thread. Raises RuntimeError with the command's stderr if it fails.
     """
     typed = line.replace("train.py", shlex.quote(str(Path("train.py").resolve())))
     typed = re.sub(r"^torchrun\b", TORCHRUN, typed)
     [result] = shell.run_lines([f"OMP_NUM_THREADS=1 {typed}"], {}, timeout_s)
     print(f"$ {line}\n{result.output}")
     if result.status:
-        raise RuntimeError(f"it ended with status {result.status}:\n{result.errors[-3000:]}")
+        status = f"it ended with status {result.status}"
+        if result.status == -signal.SIGKILL:
+            status += ", killed: often the machine is out of memory"
+        raise RuntimeError(f"{status}:\n{result.errors[-3000:]}")
     return result.output
 
 

@@ -44,7 +44,9 @@ def run_lines(
         python.chmod(0o755)
         environment = dict(os.environ, PATH=folder + os.pathsep + os.environ.get("PATH", ""))
         environment.pop("CUDA_VISIBLE_DEVICES", None)
-        environment.pop("FORCE_COLOR", None)  # Jupyter sets it, and Python 3.13 heeds it in a pipe
+        environment.pop(
+            "FORCE_COLOR", None
+        )  # Jupyter sets it, and Python 3.13 obeys it even in a pipe
         started: list[subprocess.Popen[str]] = []
         end_s = time.monotonic() + timeout_s
         try:
@@ -52,7 +54,7 @@ def run_lines(
                 started.append(_start(shell, line, folder, environment))
             return [_finish(*pair, end_s) for pair in zip(lines, started, strict=True)]
         except subprocess.TimeoutExpired as expired:
-            expired.timeout = timeout_s  # not what was left of it for this line
+            expired.timeout = timeout_s  # not what remained of it for this line
             raise
         finally:
             for process in started:
@@ -70,7 +72,7 @@ def _start(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A group of its own: what the shell has started ends with it.
+        # A process group of its own: whatever the shell started ends with it.
         start_new_session=True,
     )
 
@@ -82,17 +84,17 @@ def _finish(line: str, process: subprocess.Popen[str], end_s: float) -> Result:
 
 def _stop(process: subprocess.Popen[str]) -> None:
     if hasattr(os, "killpg"):
-        # Also of a shell that has ended: what it left running is in its group.
-        with suppress(ProcessLookupError, PermissionError):  # macOS: only zombies are left of it
+        # Also for a shell that has exited: what it left running is in its group.
+        with suppress(ProcessLookupError, PermissionError):  # macOS: only zombies are left in it
             os.killpg(process.pid, signal.SIGKILL)
     else:
         process.kill()
-    # Closes the pipes of a process that was not read to its end.
+    # Closes the pipes of processes whose output wasn't read to the end.
     process.communicate()
 
 
 def _find_shell() -> str:
-    """The path of ``sh``; on Windows the one that comes with Git will do."""
+    """The path of ``sh``; on Windows, the one that comes with Git will do."""
     found = shutil.which("sh")
     git = shutil.which("git")
     if found is None and git is not None:

@@ -18,7 +18,7 @@ VOCABULARY = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
 
 _NUMBERS = {letter: number for number, letter in enumerate(VOCABULARY)}
 
-# What the topics have beyond ASCII, and how a typewriter would write it.
+# Characters in the topics beyond ASCII, and how a typewriter would write them.
 _PLAIN = {"“": '"', "”": '"', "‘": "'", "’": "'", "–": "-", "—": "--", "…": "...", "\t": "    "}
 
 
@@ -27,8 +27,8 @@ def encode(text: str) -> torch.Tensor:
     for place, letter in enumerate(text):
         if letter not in _NUMBERS:
             raise ValueError(
-                f"letter {letter!r} at place {place} is none of the {len(VOCABULARY)} of "
-                "helpers.text.VOCABULARY (a line's end and printable ASCII). Leave it out, or "
+                f"letter {letter!r} at position {place} isn't one of the {len(VOCABULARY)} in "
+                "helpers.text.VOCABULARY (newline and printable ASCII). Leave it out, or "
                 "write it in ASCII."
             )
     return torch.tensor([_NUMBERS[letter] for letter in text], dtype=torch.int64)
@@ -39,13 +39,13 @@ def decode(tokens: torch.Tensor) -> str:
     if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex():
         raise ValueError(
             f"decode takes whole numbers of shape (N,); found {tokens.dtype} of shape "
-            f"{tuple(tokens.shape)}. A batch is decoded row by row; logits need argmax first."
+            f"{tuple(tokens.shape)}. Decode a batch row by row; take the argmax of logits first."
         )
     numbers = tokens.tolist()
     for place, number in enumerate(numbers):
         if not 0 <= number < len(VOCABULARY):
             raise ValueError(
-                f"number {number} at place {place} stands for no letter: they go from 0 to "
+                f"number {number} at position {place} isn't a letter: they go from 0 to "
                 f"{len(VOCABULARY) - 1}."
             )
     return "".join(VOCABULARY[number] for number in numbers)
@@ -56,7 +56,7 @@ def _all_letters() -> torch.Tensor:
     text = "\n\n".join(topics[name] for name in sorted(topics))
     for letter, plain in _PLAIN.items():
         text = text.replace(letter, plain)
-    # Every rank of a training looks them up, so not letter by letter.
+    # Every rank of a training run looks them up, so letter by letter would be too slow.
     numbers = torch.full((128,), -1)
     numbers[[ord(letter) for letter in VOCABULARY]] = torch.arange(len(VOCABULARY))
     codes = torch.frombuffer(bytearray(text.encode("ascii", "ignore")), dtype=torch.uint8)
@@ -93,17 +93,17 @@ def batches(
     """
     if tokens.dim() != 1 or len(tokens) <= length or length < 1:
         raise ValueError(
-            f"sequences of {length} letters and the one that follows cannot be cut from tokens of "
-            f"shape {tuple(tokens.shape)}: it takes (N,) with N above {length}, and a positive "
+            f"sequences of {length} letters plus the one that follows can't be cut from tokens of "
+            f"shape {tuple(tokens.shape)}: batches needs (N,) with N above {length}, and a positive "
             "length."
         )
     if world_size < 1 or batch_size < 1 or batch_size % world_size:
         raise ValueError(
-            f"{batch_size} sequences cannot be shared out equally among {world_size} ranks: "
+            f"{batch_size} sequences can't be divided equally among {world_size} ranks: "
             "batch_size counts those of all ranks, and must be a multiple of world_size."
         )
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is none of {world_size} ranks, which count from 0.")
+        raise ValueError(f"rank {rank} isn't one of {world_size} ranks, which are numbered from 0.")
     return _drawn(tokens, batch_size, length, seed, rank, world_size)
 
 

@@ -71,6 +71,9 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, help="a folder to write into and go on from")
     parser.add_argument("--lose", help="RANK:STEP, a fire drill: kill that rank after that step")
     options = parser.parse_args()
+    for name, (default, _) in numbers.items():
+        if getattr(options, name.replace("-", "_")) < (least := min(default, 1)):
+            refuse(f"--{name} must be at least {least}")
     sizes = MODELS[options.model]
     own = {name: getattr(options, name) for name in ("layers", "width", "sequence")}
     sizes = replace(sizes, **{name: value for name, value in own.items() if value})
@@ -115,7 +118,7 @@ def mesh_dimensions(options: Namespace, sizes: TransformerSizes) -> dict[str, in
     except ValueError as error:
         refuse(error)
     replicas, tp = options.dp_replicate, options.tp
-    shards = options.dp_shard or max(1, RANKS // max(1, replicas * tp))
+    shards = options.dp_shard or max(1, RANKS // (replicas * tp))
     if replicas * shards * tp != RANKS:
         refuse(f"{RANKS} ranks are not dp_replicate {replicas} × dp_shard {shards} × tp {tp}")
     for name, size, parts in (
@@ -124,7 +127,7 @@ def mesh_dimensions(options: Namespace, sizes: TransformerSizes) -> dict[str, in
         ("tokens in a sequence", sizes.sequence, tp),
         ("tokens that there are", sizes.vocabulary, tp),
     ):
-        if size < parts or size % parts:
+        if size % parts:
             refuse(f"{size} {name} do not divide into {parts} equal parts")
     return {"dp_replicate": replicas, "dp_shard": shards, "tp": tp}
 

@@ -1,1 +1,1 @@
-"""What a teacher needs beside the lessons: editions, a class's answers, slides and the book."""
+"""What a teacher needs besides the lessons: editions, the class check, slides and the book."""

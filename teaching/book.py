@@ -2,10 +2,10 @@
 
     python -m teaching.book build/book --repository https://github.com/owner/name
 
-With the repository's address, which GitHub's workflows name by themselves, each lesson has a button
-that opens it on Binder, and links back to the repository.
+Given the repository's address, which GitHub's workflows know by themselves, each lesson has a
+button that opens it on Binder, and links back to the repository.
 
-Sphinx with MyST-NB makes it. Nothing is downloaded, either to build it or to read it.
+It's built by Sphinx with MyST-NB. Nothing is downloaded, either to build it or to read it.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from teaching.pages import explorers
 
 PAGES = Path(__file__).parent / "pages"
 GLOSSARY = lessons.ROOT / "docs" / "glossary.md"
-# Where a term gets no link: code, links and pictures, formulas, HTML, headings and tables.
+# Where terms aren't linked: code, links and pictures, formulas, HTML, headings and tables.
 _NO_TERMS = re.compile(
     r"```.*?```|`[^`]*`|!?\[[^\]]*\]\([^)]*\)|\$[^$]*\$|<[^>]*>|^(?:#|\|).*?$",
     re.DOTALL | re.MULTILINE,
@@ -43,7 +43,7 @@ CONFIGURATION: dict[str, Any] = {
         "use_download_button": False,
         "show_toc_level": 2,
         "navbar_persistent": [],
-        # Neither an author nor a year is worth a line at the foot of each page.
+        # An author and a year aren't worth a line at the bottom of each page.
         "footer_content_items": [],
     },
     "html_static_path": ["_static"],
@@ -62,15 +62,15 @@ CONFIGURATION: dict[str, Any] = {
 
 
 def build(target: Path, cache: Path, repository: str = "") -> None:
-    """Make the site in a folder, which must be new or a site of an earlier call.
+    """Build the site in a folder, which must be new, or a site from an earlier call.
 
-    Raises RuntimeError if Sphinx warns or a link leads nowhere, FileExistsError if the folder holds
-    something else.
+    Raises RuntimeError if Sphinx warns or a link is broken, and FileExistsError if the folder
+    contains something else.
     """
     from sphinx.application import Sphinx
 
     if target.exists() and any(target.iterdir()) and not (target / "searchindex.js").exists():
-        raise FileExistsError(f"{target} holds something else: choose another folder")
+        raise FileExistsError(f"{target} contains something else: choose another folder")
     shutil.rmtree(target, ignore_errors=True)
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "source"
@@ -92,11 +92,11 @@ def build(target: Path, cache: Path, repository: str = "") -> None:
         raise RuntimeError(f"Sphinx warned {warned} times, see above")
     broken = list(broken_links(target))
     if broken:
-        raise RuntimeError("links that lead nowhere:\n" + "\n".join(broken))
+        raise RuntimeError("broken links:\n" + "\n".join(broken))
 
 
 def configuration(repository: str) -> dict[str, Any]:
-    """Sphinx's configuration; with links to the repository at that address, if there is one."""
+    """Sphinx's configuration, with links to the repository if its address is given."""
     if not repository:
         return CONFIGURATION
     links = {
@@ -105,7 +105,8 @@ def configuration(repository: str) -> dict[str, Any]:
         "path_to_docs": "notebooks",
         "use_repository_button": True,
         "use_issues_button": True,
-        # Colab and the like lack the course's package, and a lesson would fail at its imports.
+        # Colab and similar services lack the course's package, so a lesson would fail at its
+        # imports.
         "launch_buttons": {
             "binderhub_url": "https://mybinder.org",
             "notebook_interface": "jupyterlab",
@@ -116,7 +117,7 @@ def configuration(repository: str) -> dict[str, Any]:
 
 
 def write_sources(source: Path, cache: Path) -> None:
-    """The pages as Sphinx reads them: executed lessons, the first page, the table of claims."""
+    """Write the pages that Sphinx reads: executed lessons, the first page, the table of claims."""
     (source / "_static").mkdir(parents=True)
     unused = glossary_terms()
     for path in lessons.NOTEBOOKS:
@@ -128,7 +129,7 @@ def write_sources(source: Path, cache: Path) -> None:
             answered += explorers.put_in_page(cell, source / "_static" / "explorers")
             if "setup" in cell.metadata.get("tags", ()):
                 cell.metadata.tags.append("hide-input")
-            # JupyterLab names a heading's place otherwise than MyST does.
+            # JupyterLab and MyST create different anchors for headings.
             within = re.compile(r"\]\(#([^)]+)\)")
             if cell.cell_type == "markdown":
                 cell.source = within.sub(lambda m: f"](#{_slug(m[1])})", cell.source)
@@ -182,8 +183,8 @@ def glossary_terms() -> list[str]:
 def link_first_uses(markdown: str, terms: list[str]) -> str:
     """A lesson's text in which the first use of each term links to the glossary.
 
-    Terms that got their link are removed from ``terms``. A plural counts, and a capital letter in
-    place of a small one, but no part of a longer word.
+    Terms that have been linked are removed from ``terms``. Plurals and capitalized terms count, but
+    not parts of longer words.
     """
     for term in list(terms):
         first = f"[{term[0].upper()}{term[0]}]" if term[0].islower() else term[0]
@@ -199,7 +200,7 @@ def link_first_uses(markdown: str, terms: list[str]) -> str:
 
 
 def _as_pages(text: str) -> str:
-    """HTML whose links to notebooks and their cells lead to the site's pages and sections."""
+    """HTML in which links to notebooks and their cells lead to the site's pages and sections."""
 
     def page(link: re.Match[str]) -> str:
         path = lessons.ROOT / "notebooks" / link[1]
@@ -210,7 +211,7 @@ def _as_pages(text: str) -> str:
 
 
 def claims_page(ledger: list[claims.Claim]) -> str:
-    """The ledger as a page: one row a claim, with a link to the section that settles it."""
+    """The ledger as a page: one row per claim, with a link to the section that settles it."""
     rows = ["| id | claim | verdict | what holds | lesson |", "|---|---|---|---|---|"]
     for claim in ledger:
         where = f"lesson {claim.lesson}"
@@ -223,7 +224,7 @@ def claims_page(ledger: list[claims.Claim]) -> str:
         [
             "# The claims",
             "",
-            "What people say about several GPUs and PyTorch, and what running it today showed. "
+            "What people say about PyTorch on several GPUs, and what running it today showed. "
             "Each claim was settled by a cell of the lesson named, which asserts it. Predicted "
             "means that only a cost model shows it.",
             "",
@@ -236,7 +237,7 @@ def claims_page(ledger: list[claims.Claim]) -> str:
 
 
 def _slug(heading: str) -> str:
-    """A heading's anchor as MyST makes it, after GitHub; the build warns if it is missing."""
+    """A heading's anchor as created by MyST, following GitHub; the build warns if it's missing."""
     return re.sub(r"[^\w-]", "", heading.lower().replace("`", "").replace(" ", "-"))
 
 
@@ -261,11 +262,11 @@ class _Page(html.parser.HTMLParser):
 
 
 def broken_links(site: Path) -> Iterator[str]:
-    """Links within a site that lead nowhere, and whatever its pages would fetch from elsewhere."""
+    """Broken links within a site, and anything that its pages would fetch from elsewhere."""
     pages = {}
     for path in site.rglob("*.html"):
         if "_static" in path.parts:
-            continue  # a theme's templates, which nobody opens
+            continue  # a theme's templates, which aren't pages
         pages[path.resolve()] = page = _Page()
         page.feed(path.read_text(encoding="utf-8"))
     for path, page in pages.items():
@@ -286,7 +287,7 @@ def broken_links(site: Path) -> Iterator[str]:
 
 
 def _repository_of_the_workflow() -> str:
-    """The address of the repository whose workflow this is; "" outside GitHub's workflows."""
+    """The address of the repository whose workflow this is; "" outside of GitHub's workflows."""
     name = os.environ.get("GITHUB_REPOSITORY", "")
     return f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{name}" if name else ""
 

@@ -1,11 +1,11 @@
-"""Checks the exercises of a whole class: who, which, right or not.
+"""Checks the exercises of a whole class: who solved what.
 
     python -m teaching.class_check handed_in --csv results.csv
 
-``handed_in`` holds a folder for each learner, with the notebooks anywhere inside it. Each learner's
-lesson is judged in a process of its own, within limits of time and memory, and the processes that
-it starts count with it. These are limits, not a sandbox: an answer can read files and use the
-network as you can, and forge its own verdict; docs/teaching.md says what to do about it.
+``handed_in`` has one folder per learner, with the notebooks anywhere inside it. Each learner's
+lesson is judged in its own process, under a time and a memory limit, which include the processes
+that it starts. These are limits, not a sandbox: an answer can read files and use the network as you
+can, and forge its own verdict; docs/teaching.md says what to do about it.
 """
 
 import argparse
@@ -56,14 +56,14 @@ def judge(
 ) -> list[Verdict]:
     """The verdicts on all exercises of one learner's lesson, whatever happens.
 
-    What has none when ``stop`` is set is "not judged".
+    Exercises without a verdict when ``stop`` is set are "not judged".
     """
     ids = lessons.exercise_ids(lesson)
     try:
         found = answers(notebook, lesson)
     except ValueError as error:
         return [Verdict(who, name, "missing", printable(str(error))) for name in ids]
-    verdicts = {name: Verdict(who, name, "missing", "its cells are gone") for name in ids}
+    verdicts = {name: Verdict(who, name, "missing", "its cells are missing") for name in ids}
     for name in found:
         verdicts[name] = Verdict(who, name, "not judged", "stopped before its verdict")
     tasks = [task(lesson, name, cells) for name, cells in found.items()]
@@ -72,7 +72,8 @@ def judge(
             message = printable(result.message)
             verdicts[result.exercise] = Verdict(who, result.exercise, result.status, message)
     except OSError as error:
-        # A full disk, or files that the answer locked: the other learners want their verdicts.
+        # A full disk, or files that the answer locked: the other learners still need their
+        # verdicts.
         message = printable(f"could not be judged: {error}")
         for name in found:
             if verdicts[name].status == "not judged":
@@ -83,8 +84,8 @@ def judge(
 def check_class(folder: Path, limits: Limits, jobs: int = 1) -> list[Verdict]:
     """The verdicts on everything that a class handed in, learner by learner.
 
-    A learner without any lesson has one verdict, of no exercise. After Ctrl-C the rest is "not
-    judged". Raises ValueError for a folder without a class.
+    A learner without any lesson has one verdict, without an exercise. After Ctrl-C, the rest is
+    "not judged". Raises ValueError for a folder without a class.
     """
     learners = handed_in(folder)
     stop = threading.Event()
@@ -96,7 +97,7 @@ def check_class(folder: Path, limits: Limits, jobs: int = 1) -> list[Verdict]:
             for copy, lesson in each.copies
         ]
         try:
-            # On a terminal only, and on its error stream: the table may go elsewhere.
+            # Only on a terminal, and on stderr: the table may be redirected.
             for _ in tqdm(as_completed(work), "judged", lessons_in, unit="lesson", disable=None):
                 pass
         except KeyboardInterrupt:
@@ -106,9 +107,9 @@ def check_class(folder: Path, limits: Limits, jobs: int = 1) -> list[Verdict]:
 
 
 def at_once(limits: Limits) -> int:
-    """How many lessons this machine can judge side by side, each within its limit of memory.
+    """How many lessons this machine can judge in parallel, each within its memory limit.
 
-    An answer may start two ranks; half the cores keep the limit of time a fair one.
+    An answer may start two ranks, so using half the cores keeps the time limit fair.
     """
     by_memory = psutil.virtual_memory().available // limits.memory_bytes
     return max(1, min(launcher.cores() // 2, by_memory))
@@ -124,7 +125,7 @@ def _nothing(learner: Learner) -> Verdict:
 
 
 def table(verdicts: list[Verdict]) -> str:
-    """Who and which as a table of marks, with each learner's count of right answers."""
+    """Learners and exercises as a table of marks, with each learner's number of right answers."""
     ids = {v.exercise for v in verdicts if v.exercise}
     names = sorted(ids, key=lambda name: [*map(int, name.split("."))])
     found = {(v.who, v.exercise): MARKS[v.status] for v in verdicts}
@@ -141,7 +142,7 @@ def table(verdicts: list[Verdict]) -> str:
 
 
 def write_csv(path: Path, verdicts: list[Verdict]) -> None:
-    """Every verdict as a row. No cell is a formula to a spreadsheet: ``'`` goes before "=" and such."""
+    """Write every verdict as a row, with ``'`` before "=" and the like, so that no cell is a formula."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(("who", "exercise", "status", "message"))
@@ -157,16 +158,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="teaching.class_check", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("folder", type=Path, help="holds a folder for each learner")
+    parser.add_argument("folder", type=Path, help="the folder with one folder per learner")
     parser.add_argument("--csv", type=Path, help="also write every verdict, with its message")
     positive = _number(float, lambda x: 0 < x < math.inf, "a number above 0")
-    count = _number(int, lambda n: n >= 1, "a whole number from 1")
-    parser.add_argument("--seconds", type=positive, default=Limits.time_s, help="for an exercise")
+    count = _number(int, lambda n: n >= 1, "a whole number of at least 1")
+    parser.add_argument(
+        "--seconds", type=positive, default=Limits.time_s, help="time limit per exercise"
+    )
     parser.add_argument("--gib", type=positive, default=4.0, help="memory per exercise")
-    parser.add_argument("--jobs", type=count, help="lessons judged at once (as many as fit here)")
+    parser.add_argument(
+        "--jobs", type=count, help="lessons judged at once (default: as many as fit)"
+    )
     options = parser.parse_args(arguments)
     limits = Limits(options.seconds, int(options.gib * 2**30))
-    # A name that this terminal's encoding lacks must not cost the table.
+    # A name that this terminal can't encode must not prevent the table.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

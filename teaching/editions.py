@@ -1,11 +1,11 @@
-"""Two editions to hand out: without solutions, and solved; from the same notebooks.
+"""Two editions to hand out, from the same notebooks: without solutions, and solved.
 
     python -m teaching.editions student build/student.zip
     python -m teaching.editions solved build/solved
 
-Each is a whole course: lessons, package and set-up, so ``make lab`` works in it. Tests, and the
-teacher's tools and guides, stay behind. The exercises' checks travel along and know the answers: an edition
-without solutions keeps honest people honest.
+Each is a complete course with lessons, package and setup, so ``make lab`` works in it. Tests and
+the teacher's tools and guides are left out. The exercises' checks are included, and know the
+answers: an edition without solutions keeps honest people honest.
 """
 
 import argparse
@@ -23,20 +23,20 @@ from teaching import lessons
 
 PARTS = (
     *("notebooks", "vgpu", "helpers", "docs", "README.md", "LICENSE"),
-    *("CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff"),  # the README leads there
+    *("CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff"),  # the README links to them
     *("Makefile", "find_python.sh", "setup_venv.py", "open_lab.py", ".jupyter"),
     *("pyproject.toml", "environment.yml"),
     *("Dockerfile", ".dockerignore", ".devcontainer", "binder"),
 )
-# For whoever teaches: timetables, and the answers to what a class is to discuss.
+# For teachers: timetables, and the answers to the discussion questions.
 TEACHERS = ("teaching.md", "discussion.md")
 EDITIONS = ("student", "solved")
 KEPT_BACK = (
     "<details>\n<summary>Solution</summary>\n\nNot in this edition: ask your teacher.\n\n</details>"
 )
-# A link in Markdown, around text or around a picture; not the picture's own.
+# A Markdown link, around text or a picture, but not the picture's own.
 _LINK = re.compile(r"(?<!!)\[(?P<text>!\[[^\]]*\]\([^)]*\)|[^\[\]]*)\]\((?P<target>[^)\s]*)\)")
-# What the README says of tools that only a clone has.
+# What the README says about tools that only a clone has.
 _OF_A_CLONE = re.compile(r"<!-- clone -->.*?<!-- /clone -->", re.DOTALL)
 START = """# {title}
 
@@ -50,7 +50,7 @@ The first run downloads the packages. After that, JupyterLab starts right away.
 {note}
 """
 NOTES = {
-    "student": "Write your answers into the cells that say so, save, and hand in the folder "
+    "student": "Write your answers into the cells marked for them, save, and hand in the folder "
     "`notebooks`. The solutions and the tests stay with the teacher.",
     "solved": "Each exercise's cell contains its solution. The tests stay with the teacher.",
 }
@@ -59,8 +59,8 @@ NOTES = {
 def edition(notebook: dict[str, Any], kind: str) -> dict[str, Any]:
     """A lesson's notebook (nbformat 4 as a dictionary) in one of ``EDITIONS``; a new dictionary.
 
-    In the student's, a solution is replaced by a note that the teacher has it; in the solved one,
-    an exercise's cell holds the solution. Cells keep their ids and tags.
+    In the student edition, a solution is replaced with a note that the teacher has it; in the
+    solved one, an exercise's cell contains the solution. Cells keep their ids and tags.
     """
     made = json.loads(json.dumps(notebook))
     for cell in made["cells"]:
@@ -75,7 +75,7 @@ def edition(notebook: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _core_alone(cells: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """A lesson's core, with plain text in place of links to what is left out."""
+    """A lesson's core, with plain text in place of links to what's left out."""
     kept = sections.core(cells)
     prose = [sections.source(cell) for cell in kept if cell["cell_type"] == "markdown"]
     headings = re.findall(r"^#+ (.*)$", "\n".join(prose), re.MULTILINE)
@@ -98,11 +98,11 @@ def _solution(notebook: dict[str, Any], exercise_id: str) -> str:
     for cell in notebook["cells"]:
         if f"solution-{exercise_id}" in cell["metadata"].get("tags", ()):
             return lessons.python_in("".join(cell["source"]))
-    raise ValueError(f"exercise {exercise_id} has a stub and no solution")
+    raise ValueError(f"exercise {exercise_id} has a stub but no solution")
 
 
 def _trim(readme: Path) -> None:
-    """Leave out what needs a clone, lessons and folders that are not in this one."""
+    """Leave out what needs a clone, and lessons and folders that aren't in this edition."""
     text = re.sub(r"\n{3,}", "\n\n", _OF_A_CLONE.sub("", readme.read_text(encoding="utf-8")))
     for name in re.findall(r"^\| \[.*\]\((notebooks/.*\.ipynb)\) \| ", text, re.MULTILINE):
         if not (readme.parent / name).exists():
@@ -121,7 +121,7 @@ def _trim(readme: Path) -> None:
 
 
 def _unlink(folder: Path) -> None:
-    """Leave the text of links to what stays behind; a badge of it goes."""
+    """Replace links to files that are left out with their text; remove badges for them."""
     for page in [*folder.glob("*.md"), *folder.glob("docs/*.md")]:
 
         def kept(link: re.Match[str], page: Path = page) -> str:
@@ -134,13 +134,14 @@ def _unlink(folder: Path) -> None:
 
 
 def write(kind: str, target: Path, cores_of: Sequence[str] = ()) -> int:
-    """Write an edition into a new folder, or into a zip file where ``target`` ends in .zip.
+    """Write an edition into a new folder, or into a zip file if ``target`` ends in .zip.
 
-    With ``cores_of``, as ("00", "04"), it has only the cores of these lessons. Returns the number of exercises in it. Raises FileExistsError if the target exists, so that
-    nobody's answers are overwritten.
+    With ``cores_of``, such as ("00", "04"), it has only the cores of these lessons. Returns the
+    number of exercises in it. Raises FileExistsError if the target exists, so that nobody's answers
+    are overwritten.
     """
     if target.exists():
-        raise FileExistsError(f"{target} exists already: choose another name, or remove it first")
+        raise FileExistsError(f"{target} already exists: choose another name, or remove it first")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "multi-gpu-pytorch"
         folder.mkdir()

@@ -1,7 +1,7 @@
-"""What a class handed in: whose it is, which lesson, and the code cells of each answer.
+"""What a class handed in: the learner, the lesson, and the code cells of each answer.
 
-Learners' folders hold anything: pipes, links that lead nowhere, folders named like notebooks,
-names in other encodings. None of it may keep the others from being judged.
+Learners' folders can contain anything: pipes, broken links, folders named like notebooks, names in
+other encodings. None of that may keep the others from being judged.
 """
 
 import json
@@ -15,7 +15,7 @@ from teaching import lessons
 from vgpu.units import format_bytes
 
 LARGEST_BYTES = 64 * 2**20
-"""Of a notebook; its outputs count."""
+"""The size limit for a notebook, including its outputs."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Learner:
     copies: list[tuple[Path, Path]]
     """(the learner's notebook, the course's lesson), in the order of the lessons."""
     others: list[str]
-    """Names of files that look like an answer and cannot be read as one."""
+    """Names of files that look like answers but can't be read."""
 
 
 def handed_in(folder: Path) -> list[Learner]:
@@ -35,7 +35,7 @@ def handed_in(folder: Path) -> list[Learner]:
     Raises ValueError if there is no such folder, or none with a lesson in it.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; it should hold a folder for each learner")
+        raise ValueError(f"{folder} is not a folder; it should have one folder per learner")
     entries = sorted(folder.iterdir())
     learners = [_learner(path) for path in entries if os.path.isdir(path)]
     if not any(learner.copies for learner in learners):
@@ -43,7 +43,7 @@ def handed_in(folder: Path) -> list[Learner]:
         zips += [name for learner in learners for name in learner.others if name.endswith(".zip")]
         advice = f"; unpack {printable(zips[0])}, for one" if zips else ""
         raise ValueError(
-            f"{folder} has no folder with a lesson (as 04_dataparallel_shapes.ipynb){advice}"
+            f"{folder} has no folder with a lesson (such as 04_dataparallel_shapes.ipynb){advice}"
         )
     return learners
 
@@ -52,7 +52,7 @@ def _learner(folder: Path) -> Learner:
     originals = {lessons.number(path): path for path in (*lessons.NOTEBOOKS, lessons.EXAM)}
     newest: dict[str, tuple[float, Path]] = {}
     others = []
-    # os.walk passes over folders that it may not read, and follows no link in a circle.
+    # os.walk skips folders that it can't read, and doesn't follow links in circles.
     for place, _, names in os.walk(folder):
         for name in sorted(names):
             found = re.search(r"(?<!\d)(\d\d)_.*\.ipynb$", name)
@@ -71,7 +71,7 @@ def _learner(folder: Path) -> Learner:
 
 
 def _changed_s(path: Path) -> float | None:
-    """When a file was changed; None for what is not a file: a pipe, a link that leads nowhere."""
+    """When a file was changed; None for anything but a file, such as a pipe or a broken link."""
     try:
         found = path.stat()
     except OSError:
@@ -80,11 +80,11 @@ def _changed_s(path: Path) -> float | None:
 
 
 def answers(notebook: Path, lesson: Path) -> dict[str, list[str]]:
-    """The code cells that a learner's copy of a lesson holds for each exercise of ``lesson``.
+    """The code cells in a learner's copy of a lesson for each exercise of ``lesson``.
 
-    An answer is every code cell between an exercise's statement and its check, found by tag, or by
-    id if a tool has dropped the tags. An exercise whose cells are gone is left out. Raises
-    ValueError for a file that is not a notebook.
+    An answer consists of all code cells between an exercise's statement and its check, found by
+    tag, or by id if a tool has dropped the tags. An exercise whose cells are missing is left out.
+    Raises ValueError for a file that isn't a notebook.
     """
     try:
         if notebook.stat().st_size > LARGEST_BYTES:
@@ -114,8 +114,9 @@ def _place(cells: list[dict], lesson: Path, tag: str) -> int | None:
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    """A text that every terminal and file takes: what is neither printable nor ``kept`` is spelled
-    out, such as control characters, lone surrogates, and bytes of a name that are not UTF-8."""
+    """Text for any terminal and file: everything that's neither printable nor ``kept`` is escaped,
+    such as control characters, lone surrogates, and bytes of a name that aren't UTF-8.
+    """
     return "".join(c if c.isprintable() or c in kept else _spelled_out(c) for c in text)
 
 

@@ -1,10 +1,10 @@
-"""Runs one learner's answers to a lesson and checks them, in a process that may be ended.
+"""Runs one learner's answers to a lesson and checks them, in a process that can be killed.
 
-``teaching.judging`` starts it in a folder with a file ``job``. For each exercise a file
+``teaching.judging`` starts it in a folder with a file ``job``. For each exercise, a file
 ``<id>.begun`` appears there, then ``<id>.verdict``: the status, a line break, the message.
 
-A check calls what the answer defines, so both are in this process: an answer that sets out to forge
-its verdict can. The process has read no notebook, and so no solution.
+A check calls what the answer defines, so both run in this process, and an answer that tries to
+forge its verdict can. The process hasn't read any notebook, and thus no solution.
 """
 
 import json
@@ -23,12 +23,12 @@ from vgpu.launch import guard
 from vgpu.launch.rank import as_if_fresh
 
 LONGEST_MESSAGE = 2000
-"""Characters of a verdict's message; an error may carry a whole tensor."""
+"""The maximum length of a verdict's message; an error may contain a whole tensor."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One exercise and a learner's answer to it: all that judging takes, without the solution."""
+    """One exercise and a learner's answer: everything needed for judging, without the solution."""
 
     exercise: str
     before: list[tuple[str, str]]
@@ -59,7 +59,7 @@ def outcome_of(lesson: Path, exercise_id: str, answer: str | Sequence[str]) -> O
         _prepare(todo, shell)
         return _outcome(todo, shell)
     finally:
-        sys.modules["__main__"] = main_module  # a shell is the program's main module
+        sys.modules["__main__"] = main_module  # a shell replaces the program's main module
 
 
 def _prepare(todo: Task, shell: Shell) -> None:
@@ -77,7 +77,7 @@ def _outcome(todo: Task, shell: Shell) -> Outcome:
         try:
             shell.run(cell, f"exercise {todo.exercise}{where}")
         except BaseException as error:
-            # In a notebook the cell below can still be run, and so can the check.
+            # In a notebook, the cell below can still be run, and so can the check.
             failed = failed or error
     try:
         outcome = evaluate(todo.exercise, eval(todo.expression, shell.user_ns))
@@ -97,7 +97,7 @@ def _text(error: BaseException) -> str:
 
 
 def main(folder: Path) -> NoReturn:
-    guard.enter(orphaned_s=0.0)  # an answer does not end by itself
+    guard.enter(orphaned_s=0.0)  # an answer doesn't exit on its own
     as_if_fresh()
     job = json.loads((folder / "job").read_text(encoding="utf-8"))
     _limit_files(job["memory_bytes"])
@@ -105,7 +105,7 @@ def main(folder: Path) -> NoReturn:
         for descriptor in (0, 1, 2):
             os.dup2(nowhere.fileno(), descriptor)
     pid = os.getpid()
-    # One shell for the lesson: later answers know the names of earlier ones.
+    # One shell for the lesson: later answers can use the names of earlier ones.
     shell = Shell({"__name__": "__main__"})
     for fields in job["tasks"]:
         todo = Task(**fields)
@@ -117,17 +117,17 @@ def main(folder: Path) -> NoReturn:
         except BaseException as error:  # an answer may raise SystemExit, or anything
             verdict = f"error\n{_text(error)}"
         if os.getpid() != pid:
-            os._exit(0)  # the answer has forked, and this is not the judge
+            os._exit(0)  # the answer has forked, and this isn't the judge
         text = verdict[:LONGEST_MESSAGE].encode("utf-8", errors="backslashreplace")
         (folder / "verdict").write_bytes(text)
-        # Whoever waits for it finds it whole.
+        # So that whoever waits for it finds it complete.
         os.replace(folder / "verdict", folder / f"{todo.exercise}.verdict")
     # Threads that an answer left running must not keep the process.
     os._exit(0)
 
 
 def _limit_files(size_bytes: int) -> None:
-    """Bound what the process and each of its children may write and dump, where POSIX has it."""
+    """Limit what the process and each of its children may write and dump, on POSIX."""
     if sys.platform == "win32":
         return
     import resource

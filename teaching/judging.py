@@ -1,4 +1,4 @@
-"""One learner's answers to a lesson, judged in a process of its own within time and memory."""
+"""One learner's answers to a lesson, judged in a separate process under time and memory limits."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from vgpu.launch import guard
 from vgpu.units import format_bytes
 
 POLL_S = 0.1
-# Loading PyTorch and running a lesson's own setup is not the learner's time.
+# Loading PyTorch and running a lesson's own setup don't count as the learner's time.
 PREPARE_S = 300.0
 END_S = 10.0
 """For a process to be gone once it is asked to end; then it is killed."""
@@ -30,7 +30,7 @@ FROM_A_CHECK = ("right", "wrong", "not attempted", "error")
 
 @dataclass(frozen=True)
 class Limits:
-    """What one exercise may take: seconds of wall time, and bytes of memory with its children."""
+    """What one exercise may take: seconds of wall time, and bytes of memory, including its children."""
 
     time_s: float = 120.0
     memory_bytes: int = 4 * 2**30
@@ -44,14 +44,14 @@ class Judged:
     status: str
     message: str
     ended: bool = False
-    """Whether the process is over: the answer ended it, or broke a limit."""
+    """Whether the process has ended: the answer ended it, or exceeded a limit."""
 
 
 def judged(tasks: Sequence[Task], limits: Limits, stop: threading.Event) -> Iterator[Judged]:
     """A verdict for each task, in order, until ``stop`` is set.
 
-    After an answer that ends the process or breaks a limit, a new one goes on. It first runs the
-    answers before it again, since later ones may use their names.
+    After an answer that ends the process or exceeds a limit, a new process continues. It first
+    reruns the previous answers, since later ones may use their names.
     """
     left, earlier, alone = list(tasks), list[Task](), False
     while left and not stop.is_set():
@@ -70,9 +70,9 @@ def judged(tasks: Sequence[Task], limits: Limits, stop: threading.Event) -> Iter
         if not verdict.ended:
             return
         if task not in left:
-            earlier = []  # at its second run it ended the process
+            earlier = []  # it ended the process when it was rerun
         elif verdict.status == "error" and earlier and not alone:
-            alone = True  # an earlier answer may have left what ended it: once more without those
+            alone = True  # an earlier answer may have caused the end: try again without those
         else:
             left.remove(task)
             alone = False
@@ -81,7 +81,7 @@ def judged(tasks: Sequence[Task], limits: Limits, stop: threading.Event) -> Iter
 
 @contextmanager
 def _started(tasks: list[Task], limits: Limits, stop: threading.Event) -> Iterator["_Process"]:
-    """The process that judges these tasks; it and all that it has started end with the context."""
+    """The process that judges these tasks; it and everything it started end with the context."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "home").mkdir()
@@ -95,7 +95,7 @@ def _started(tasks: list[Task], limits: Limits, stop: threading.Event) -> Iterat
 
 
 def _environment(home: Path) -> dict[str, str]:
-    # No variable of the teacher's that an answer need not see.
+    # None of the teacher's variables that answers don't need.
     wanted = ("PATH", "LANG", "LD_LIBRARY_PATH", "SYSTEMROOT", "VGPU_DEVICES")
     kept = {name: os.environ[name] for name in wanted if name in os.environ}
     return kept | {
@@ -104,18 +104,18 @@ def _environment(home: Path) -> dict[str, str]:
         "COURSE_PROGRESS_DIR": str(home),
         "MPLBACKEND": "agg",
         "OMP_NUM_THREADS": "1",
-        # An answer may hold "%pip install": nothing is installed into the teacher's Python.
+        # An answer may contain "%pip install": don't install anything into the teacher's Python.
         "PIP_NO_INDEX": "1",
         "PYTHONPATH": str(lessons.ROOT),
     }
 
 
 class _Process:
-    """The process of ``teaching.judge`` and all that it starts, watched from outside."""
+    """The process of ``teaching.judge`` and everything it starts, watched from outside."""
 
     def __init__(self, folder: Path, limits: Limits, stop: threading.Event) -> None:
         self._folder, self._limits, self._stop = folder, limits, stop
-        # Without a name: no answer can put a pipe in its place. Closed in end().
+        # Without a name, so that no answer can replace it with a pipe. Closed in end().
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", "teaching.judge", str(folder)],
@@ -124,14 +124,14 @@ class _Process:
             stderr=self._errors,
             cwd=folder / "home",
             env=_environment(folder / "home"),
-            start_new_session=True,  # Ctrl-C is for the teacher's process
+            start_new_session=True,  # the teacher's process handles Ctrl-C
         )
         self._family: set[psutil.Process] = set()
-        """Every process seen below it, for those that later leave it."""
+        """All descendants seen so far, including those that later leave it."""
 
     def verdict(self, exercise: str) -> Judged:
         begun, written = (self._folder / f"{exercise}.{end}" for end in ("begun", "verdict"))
-        # Where the lesson's own cells fail, the verdict says so, and nothing has begun.
+        # If the lesson's own cells fail, the verdict says so, and no answer has started.
         status, message = self._wait_for((begun, written), PREPARE_S)
         if not status:
             status, message = self._wait_for((written,), self._limits.time_s)
@@ -141,11 +141,11 @@ class _Process:
             text = file.read(2**16).decode(errors="replace")
         status, _, message = text.partition("\n")
         if status not in FROM_A_CHECK:
-            status, message = "error", "the answer wrote over its verdict"
+            status, message = "error", "the answer overwrote its verdict"
         return Judged(exercise, status, message)
 
     def _wait_for(self, files: Sequence[Path], limit_s: float) -> tuple[str, str]:
-        """Until one of the files is there: ("", ""), or the status and message of what failed."""
+        """Wait until one of the files exists: ("", ""), or the status and message of a failure."""
         deadline_s = time.monotonic() + limit_s
         while True:
             over = self._process.poll() is not None
@@ -175,11 +175,11 @@ class _Process:
         resident_bytes = sum(_of(each, "memory_info", "rss") for each in self._family)
         if resident_bytes <= self._limits.memory_bytes or sys.platform != "linux":
             return resident_bytes
-        # Pages that several processes share count once. It takes longer to find out.
+        # Pages that several processes share count once, but that takes longer to determine.
         return sum(_of(each, "memory_full_info", "pss") for each in self._family)
 
     def end(self) -> None:
-        self._memory_bytes()  # a last look at who is there
+        self._memory_bytes()  # a last look at which processes exist
         if self._process.poll() is None:
             guard.end(self._process.pid)
         try:
@@ -195,7 +195,7 @@ class _Process:
 
 
 def _of(process: psutil.Process, method: str, field: str) -> int:
-    """A number about a process; 0 for one that has ended or belongs to another user."""
+    """A number about a process; 0 if it has exited or belongs to another user."""
     try:
         return int(getattr(getattr(process, method)(), field))
     except psutil.Error:

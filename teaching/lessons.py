@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EXAM = ROOT / "teaching" / "exam" / "99_exam.ipynb"
-"""Its number and its ids are those of a lesson 99, so that it is judged like one."""
+"""Its number and ids are those of a lesson 99, so that it's judged like one."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def python_in(markdown: str) -> str:
 
 
 def answer_expression(path: Path, exercise_id: str) -> str:
-    """What an exercise's check cell hands over: the second argument of its ``check(...)``."""
+    """What an exercise's check cell passes: the second argument of its ``check(...)``."""
     (cell,) = tagged(path, f"check-{exercise_id}")
     pattern = rf'check\("{re.escape(exercise_id)}",\s*(.*)\)\s*$'
     found = re.search(pattern, cell.source, re.DOTALL)

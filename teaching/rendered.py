@@ -1,4 +1,4 @@
-"""Lessons with their outputs, run here and now, for the book and the slides."""
+"""Executes lessons, with their outputs, for the book and the slides."""
 
 import hashlib
 import os
@@ -16,17 +16,17 @@ from teaching import lessons
 WIDGET = "application/vnd.jupyter.widget-view+json"
 STATE = "application/vnd.jupyter.widget-state+json"
 CELL_SECONDS = 300
-# The explorer of lesson 15 records dozens of layouts, a few seconds each on a machine that is idle.
+# Lesson 15's explorer records dozens of layouts, which take a few seconds each on an idle machine.
 ANSWERS_SECONDS = 3600
 ASK = "from helpers.widgets import live\nlive.show_answers()\ndel live"
 LIVE_ONLY = "*This explorer has sliders: it lives in JupyterLab.*"
 
 
 def run(path: Path, cache: Path) -> nbformat.NotebookNode:
-    """A lesson, executed top to bottom in a fresh kernel; kept in ``cache`` until it changes.
+    """A lesson, executed top to bottom in a fresh kernel; cached in ``cache`` until it changes.
 
-    A widget is replaced by what it showed at first, and a sentence that it is live only; with that
-    comes, as ANSWERS, a list of what its explorers answer (``helpers.widgets.live.answers``). Raises
+    A widget is replaced with its first picture and a sentence that it needs JupyterLab; ANSWERS is
+    added, a list of its explorers' answers (``helpers.widgets.live.answers``). Raises
     nbclient.exceptions.CellExecutionError if a cell fails.
     """
     kept = cache / f"{path.stem}-{_digest(path)}.ipynb"
@@ -39,9 +39,9 @@ def run(path: Path, cache: Path) -> nbformat.NotebookNode:
                 notebook,
                 timeout_func=lambda cell: ANSWERS_SECONDS if cell.source == ASK else CELL_SECONDS,
                 resources={"metadata": {"path": str(path.parent)}},
-                # A line may come in pieces, wherever the kernel sends what it has.
+                # A line may arrive in pieces, depending on when the kernel sends its output.
                 coalesce_streams=True,
-                # A kernel warns on the terminal that it listens on this machine.
+                # A kernel warns on the terminal that it's listening on this machine.
                 extra_arguments=["--log-level=ERROR"],
             )
             client.execute(env=environment)
@@ -52,7 +52,7 @@ def run(path: Path, cache: Path) -> nbformat.NotebookNode:
 
 
 def _digest(path: Path) -> str:
-    """Changes with the lesson and with the package behind it."""
+    """A digest of the lesson and of the packages behind it."""
     digest = hashlib.sha256(path.read_bytes())
     for package in ("vgpu", "helpers"):
         for source in sorted((lessons.ROOT / package).rglob("*.py")):
@@ -61,7 +61,7 @@ def _digest(path: Path) -> str:
 
 
 def _ask_explorers(notebook: nbformat.NotebookNode) -> None:
-    """Ask each explorer for its answers right behind its cell, in the state that it has there."""
+    """Ask each explorer for its answers right after its cell, in the state that it has there."""
     cells = []
     for cell in notebook.cells:
         cells.append(cell)
@@ -92,7 +92,7 @@ def _settle(notebook: nbformat.NotebookNode) -> None:
                 }
                 if found := [answers[name] for name in within if name in answers]:
                     data[ANSWERS] = found
-                # A progress bar is a widget too, and shows nothing that would be missed.
+                # A progress bar is a widget, too, but nobody would miss it.
                 if looks:
                     outputs += [*looks, nbformat.v4.new_output("display_data", data=data)]
             else:
@@ -101,13 +101,13 @@ def _settle(notebook: nbformat.NotebookNode) -> None:
 
 
 def _within(model_id: str, kept: dict) -> Iterator[str]:
-    """The widget itself and what it contains, in order."""
+    """The widget itself and everything it contains, in order."""
     yield model_id
     for child in kept.get(model_id, {}).get("state", {}).get("children", []):
         yield from _within(child.removeprefix("IPY_MODEL_"), kept)
 
 
 def _first_look(model_id: str, kept: dict) -> list[nbformat.NotebookNode]:
-    """What a widget, if it is an output, showed when the notebook had run."""
+    """What a widget, if it's an output, showed after the notebook had run."""
     outputs = kept.get(model_id, {}).get("state", {}).get("outputs", [])
     return [nbformat.from_dict(output) for output in outputs]

@@ -1,11 +1,11 @@
-"""Slides of each lesson, from its cells: what was said, run and drawn, with reveal.js.
+"""Slides for each lesson, made from its cells and their outputs with reveal.js.
 
     python -m teaching.slides build/slides
 
-Tags and headings decide what begins a slide; ``slide_type`` in a cell's metadata, as JupyterLab's
-property inspector sets it, decides otherwise. Setup, checks, hints and solutions are left out.
-What a cell shows, and what it asserts, come with the next key each: the room can guess first.
-reveal.js is the copy that sphinx-revealjs carries, so the slides open without a network.
+Tags and headings determine where a slide starts; ``slide_type`` in a cell's metadata, as set in
+JupyterLab's property inspector, overrides that. Setup, checks, hints and solutions are left out. A
+cell's output and its assertions each appear on a further keypress, so the room can guess first.
+reveal.js is the copy included in sphinx-revealjs, so the slides work without a network.
 """
 
 import argparse
@@ -24,15 +24,15 @@ from teaching import lessons, rendered
 
 TEMPLATES = Path(__file__).parent / "templates"
 LEFT_OUT = ("setup", "check", "hint", "solution", "given")
-# What a slide of 1200 x 800 holds in lines of code, found by looking at them.
+# How many lines of code fit on a slide of 1200 x 800, found by trying.
 LINES_A_SLIDE = 28
 FIGURE_LINES = 13
 HELD = "held_back"
-"""In the metadata of a cell that comes at the next key."""
+"""The metadata of a cell that appears on the next keypress."""
 
 
 def split_at_headings(notebook: nbformat.NotebookNode) -> None:
-    """Cut markdown cells before each "## ", so that an answer does not share the next one's slide."""
+    """Split markdown cells before each "## ", so that an answer isn't on the next section's slide."""
     cells = []
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -46,7 +46,7 @@ def split_at_headings(notebook: nbformat.NotebookNode) -> None:
 
 
 def hold_back_assertions(notebook: nbformat.NotebookNode) -> None:
-    """Move a cell's assertions into a cell behind it: they say what its output is about to say.
+    """Move a cell's assertions into a cell after it, because they give away its output.
 
     Assertions inside a loop or a function stay where they are.
     """
@@ -68,7 +68,7 @@ def hold_back_assertions(notebook: nbformat.NotebookNode) -> None:
 
 
 def _assertions(source: str) -> list[tuple[int, int]]:
-    """First and last line of each assertion on the top level; none where this is no plain Python."""
+    """The first and last line of each top-level assertion; none if it isn't plain Python."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -77,19 +77,19 @@ def _assertions(source: str) -> list[tuple[int, int]]:
 
 
 def slide_types(notebook: nbformat.NotebookNode) -> list[str]:
-    """For each cell: "slide", "subslide" (below the slide before), "-" (goes on), "fragment" (goes
-    on at the next key), or "skip".
+    """For each cell: "slide", "subslide" (below the previous slide), "-" (same slide), "fragment"
+    (same slide, on the next keypress), or "skip".
 
-    Assertions wait for a key, and so does prose behind an output on the same slide. Prose and the
-    code after it stay together, on a new subslide if they would not fit. What
-    follows a "Predict:" waits on a slide of its own, so that a room can guess first.
+    Assertions wait for a keypress, and so does prose after an output on the same slide. Prose and
+    the code after it stay together, on a new subslide if they wouldn't fit. What follows a
+    "Predict:" is on a new slide, so that the room can guess first.
     """
     types: list[str] = []
     room, predict, shown = 0, False, False
     for index, cell in enumerate(notebook.cells):
         words = cell.cell_type == "markdown"
         lines = _lines(cell)
-        # A markdown cell is measured with the code that follows it.
+        # A markdown cell is measured together with the code that follows it.
         block = lines + (_following(notebook.cells, index) if words else 0)
         if chosen := cell.metadata.get("slideshow", {}).get("slide_type"):
             kind = chosen
@@ -102,7 +102,7 @@ def slide_types(notebook: nbformat.NotebookNode) -> list[str]:
         elif predict or (block if words else lines) > room:
             kind = "subslide"
         else:
-            # Prose behind an output is about it.
+            # Prose after an output is about that output.
             kind = "fragment" if cell.metadata.get(HELD) or (words and shown) else "-"
         if kind in ("slide", "subslide"):
             room, shown = LINES_A_SLIDE, False
@@ -115,13 +115,13 @@ def slide_types(notebook: nbformat.NotebookNode) -> list[str]:
 
 
 def _following(cells: list[nbformat.NotebookNode], index: int) -> int:
-    """Lines of the one code cell after a markdown cell, as far as a slide could hold them."""
+    """The lines of the code cell after a markdown cell, at most as many as fit on a slide."""
     after = cells[index + 1] if index + 1 < len(cells) else None
     return min(_lines(after), LINES_A_SLIDE) if after and after.cell_type == "code" else 0
 
 
 def _lines(cell: nbformat.NotebookNode) -> int:
-    """About how many lines of a slide a cell takes, its outputs included."""
+    """About how many lines a cell takes on a slide, including its outputs."""
     if cell.cell_type == "markdown":
         return sum(1 + len(line) // 90 for line in cell.source.splitlines() if line.strip()) + 1
     lines = len(cell.source.splitlines()) + 1
@@ -133,9 +133,9 @@ def _lines(cell: nbformat.NotebookNode) -> int:
 
 
 def write(target: Path, cache: Path) -> list[Path]:
-    """Slides of every lesson as HTML files in ``target``, beside a copy of reveal.js.
+    """Write every lesson's slides as HTML files to ``target``, next to a copy of reveal.js.
 
-    Returns the files. Raises RuntimeError where sphinx-revealjs is not installed.
+    Returns the files. Raises RuntimeError if sphinx-revealjs isn't installed.
     """
     found = importlib.util.find_spec("sphinx_revealjs")
     if not found or not found.origin:
@@ -155,7 +155,7 @@ def write(target: Path, cache: Path) -> list[Path]:
 
 
 def as_slides(notebook: nbformat.NotebookNode, name: str) -> str:
-    """The page of one lesson's slides; expects reveal.js in a folder of that name beside it."""
+    """The page with one lesson's slides; expects reveal.js in a folder of that name next to it."""
     for cell, kind in zip(notebook.cells, slide_types(notebook), strict=True):
         cell.metadata["slideshow"] = {"slide_type": kind}
     exporter = SlidesExporter(
@@ -177,7 +177,7 @@ def main(arguments: list[str] | None = None) -> None:
     except RuntimeError as error:
         sys.exit(f"slides: {error}")
     print(
-        f"{options.target}: {len(written)} lessons; open one in a browser, Escape for an overview"
+        f"{options.target}: {len(written)} lessons; open one in a browser; Escape shows an overview"
     )
 
 

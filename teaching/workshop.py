@@ -1,9 +1,9 @@
-"""A workshop of half a day, or a day: the cores of a few lessons, and the teacher's page with its timetable.
+"""A workshop of half a day or a whole day: the cores of a few lessons, and a page for the teacher.
 
     python -m teaching.workshop build/workshop
 
-writes ``build/workshop.zip`` to hand out, an edition without solutions, and ``build/workshop.md`` for
-whoever teaches: when what begins, what to ask and what goes wrong.
+writes ``build/workshop.zip`` to hand out, an edition without solutions, and ``build/workshop.md``
+for the teacher: timetables, what to ask and what goes wrong.
 """
 
 import argparse
@@ -18,14 +18,14 @@ from teaching import editions, lessons
 MORNING, AFTERNOON = ("00", "04", "06", "07"), ("09", "11", "12")
 MORNING_MINUTES, AFTERNOON_MINUTES = 210, 180
 BREAK = "Break"
-# What a half day has beside its lessons, in minutes.
+# What a half day has besides its lessons, in minutes.
 FIRST = {
     "morning": ("Everyone has JupyterLab open; what to expect of the day", 15),
     "afternoon": ("Leftovers from the morning; everyone's `progress()`", 5),
 }
 LAST = ("Each says what was new to them; where to read on", 10)
 
-PAGE = """# A workshop of half a day, or of a day
+PAGE = """# A workshop of half a day or a whole day
 
 Hand out `{zip}`. It has the cores of {count} lessons, without solutions; its `START.md` explains how to begin. Let everyone run `make lab` at home: only the download needs a network. A laptop with two cores and 8 GB is enough.
 
@@ -56,9 +56,9 @@ def cores(numbers: Sequence[str]) -> dict[Path, float]:
 
 
 def timetable(half: str, numbers: Sequence[str], minutes: int) -> list[tuple[int, int, str]]:
-    """Rows of (minute at which it begins, its minutes, what) that fill ``minutes``.
+    """Rows of (start minute, duration, what) that fill ``minutes``.
 
-    What the rest leaves is shared out among the lessons in proportion to their cores, to five
+    The remaining time is divided among the lessons in proportion to their cores, rounded to five
     minutes; the last one takes what rounding leaves. A break comes before each of the last two.
     """
     taken = FIRST[half][1] + LAST[1] + 15 + 10

@@ -1,4 +1,4 @@
-"""Virtual GPUs for tests that ask for them; hands off the user's progress; the ledger's state.
+"""Virtual GPUs for tests that ask for them; protection of the user's progress; the ledger's state.
 
 ``pytest.mark.virtual_gpus(2, gpu="A100")`` takes the arguments of ``vgpu.enable``.
 """
@@ -22,11 +22,11 @@ os.environ["COURSE_PROGRESS_DIR"] = _progress.name
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request):
-    """A test that leaves something behind fails, in place of the one after it."""
+    """A test that leaves something behind fails itself, rather than the next one."""
     before = _state()
     yield
-    # Cells of lesson 12 freeze what they import. In this process that would keep for good what the
-    # tests before have left in cycles, and its bytes on virtual GPUs.
+    # Cells of lesson 12 freeze what they import. In this process, that would permanently keep what
+    # earlier tests left in cycles, and its bytes on virtual GPUs.
     gc.unfreeze()
     left = {name: value for name, value in _state().items() if value != before[name]}
     if left:
@@ -63,7 +63,7 @@ def _virtual_gpus(request, _nothing_is_left_behind):
         yield
 
 
-# These start ranks, agents and kernels, each with files of its own.
+# These start ranks, agents and kernels, each with its own files.
 _MANY_FILES = (
     "vgpu/launch",
     "helpers/test_train_script",

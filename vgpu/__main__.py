@@ -31,7 +31,7 @@ examples:
 def main(arguments: list[str] | None = None) -> None:
     """Parse the options, then become the program."""
     options = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-    # argparse leaves the -- before the script there.
+    # argparse keeps the -- in front of the script.
     script = options.program[options.program[:1] == ["--"] :]
     program = options.module or options.command or script
     if not program:
@@ -65,12 +65,14 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             run_script(Path(name), settings)
     finally:
-        if is_first and not run_report.is_first_process() and not options.cluster:  # It has begun.
+        if (
+            is_first and not run_report.is_first_process() and not options.cluster
+        ):  # It has started.
             _report(options.cuda_is_vgpu)
 
 
 def _report(cuda_is_vgpu: bool) -> None:
-    """Say what was replaced, and, where the program has not failed, whether it used the GPUs."""
+    """Print what was replaced and, unless the program failed, whether it used the GPUs."""
     report = run_report.end()
     for line in report.replaced():
         _print_once(line)
@@ -80,7 +82,7 @@ def _report(cuda_is_vgpu: bool) -> None:
 
 
 def _print_once(text: str) -> None:
-    """On rank 0 only, where there are several ranks."""
+    """Print on rank 0 only, if there are several ranks."""
     if os.environ.get("RANK", "0") == "0":
         print(f"vgpu: {text}", file=sys.stderr)
 
@@ -94,14 +96,14 @@ def _require_script(name: str) -> None:
     for other in (Path(name).with_name("vgpu.py"), Path(name).with_name("vgpu")):
         if other.exists() and not other.samefile(ours):
             _print_once(
-                f"{other} cannot be imported here, because this package is called vgpu: rename it"
+                f"{other} can't be imported here, because this package is called vgpu: rename it"
             )
 
 
 def _require_package(name: str, folder: Path) -> None:
     top = name.partition(".")[0]
     if PathFinder.find_spec(top, [str(folder), *sys.path]) is None:
-        parser().error(f"there is no package {top!r} to read or not to read: is it installed?")
+        parser().error(f"there is no package {top!r} for --read or --not-read: is it installed?")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -115,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
         usage="%(prog)s [options] script.py [arguments]\n"
         "       %(prog)s [options] -m module [arguments]\n"
         "       %(prog)s [options] -c command [arguments]",
-        description="Run a script with virtual GPUs, as python runs it without.",
+        description="Run a script with virtual GPUs; otherwise, it runs as with plain python.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -124,13 +126,15 @@ def parser() -> argparse.ArgumentParser:
         "--count",
         type=_count,
         default=default,
-        help="how many (default: VGPU_COUNT, else one a rank under torchrun, else 2)",
+        help="how many (default: VGPU_COUNT; otherwise, one per rank under torchrun, or 2)",
     )
     parser.add_argument("--gpu", default="V100", choices=sorted(PRESETS), help="default: V100")
     parser.add_argument(
-        "--memory", type=_memory, help="of each GPU, as in 16GiB (default: the GPU's own)"
+        "--memory", type=_memory, help="memory of each GPU, such as 16GiB (default: the model's)"
     )
-    parser.add_argument("--seed", type=_seed, help="for torch.manual_seed before the script begins")
+    parser.add_argument(
+        "--seed", type=_seed, help="seed for torch.manual_seed before the script starts"
+    )
     parser.add_argument(
         "--cuda-is-vgpu",
         action="store_true",
@@ -141,49 +145,53 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="read this package or module, too, which is not read by default",
+        help="also read this package or module, which is not read by default",
     )
     parser.add_argument(
-        "--not-read", action="append", default=[], metavar="NAME", help="leave this one as it is"
+        "--not-read",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="leave this package or module as it is",
     )
     parser.add_argument(
         "--summary",
         action="store_true",
-        help="at the end, print each GPU's peak bytes and the collectives, for each rank",
+        help="at the end, print each rank's collectives and its GPUs' peak bytes",
     )
     parser.add_argument(
         "--cluster",
         type=_cluster,
         metavar="HOSTSxGPUS",
-        help="as rank 0 of a cluster that does not exist, such as 8x8: tensors are shapes, and the "
-        "second step that an optimizer takes is predicted and ends the program",
+        help="run as rank 0 of a cluster that does not exist, such as 8x8: tensors are shapes; the "
+        "second optimizer step is predicted and ends the program",
     )
     parser.add_argument(
         "--network",
         default=ProgramSettings.network,
         choices=NETWORKS,
         metavar="NAME",
-        help=f"between its hosts: {', '.join(NETWORKS)} (default: %(default)s)",
+        help=f"network between its hosts: {', '.join(NETWORKS)} (default: %(default)s)",
     )
     parser.add_argument(
         "-m",
         dest="module",
         nargs=argparse.REMAINDER,
         metavar="",
-        help="run a module, as python -m does; what follows is the module's own",
+        help="run a module, as python -m does; what follows are the module's arguments",
     )
     parser.add_argument(
         "-c",
         dest="command",
         nargs=argparse.REMAINDER,
         metavar="",
-        help="run a command, as python -c does; what follows is the command's own",
+        help="run a command, as python -c does; what follows are the command's arguments",
     )
     parser.add_argument(
         "program",
         nargs=argparse.REMAINDER,
         metavar="script.py [arguments]",
-        help="the script to run; what follows is the script's own",
+        help="the script to run; what follows are the script's arguments",
     )
     return parser
 
@@ -201,13 +209,13 @@ def _cluster(text: str) -> tuple[int, int]:
     hosts, _, each = text.partition("x")
     if not (hosts.isdecimal() and each.isdecimal() and int(hosts) and 1 <= int(each) <= 127):
         raise argparse.ArgumentTypeError(
-            f"expected hosts and GPUs of each, up to 127, as in 8x8; found {text!r}"
+            f"expected hosts x GPUs per host, up to 127, as in 8x8; found {text!r}"
         )
     return int(hosts), int(each)
 
 
 def _seed(text: str) -> int:
-    # What torch.manual_seed takes.
+    # The range of torch.manual_seed.
     if not text.isdecimal() or int(text) >= 2**63:
         raise argparse.ArgumentTypeError(
             f"expected a whole number from 0 to 2**63 - 1, found {text!r}"

@@ -1,4 +1,4 @@
-"""A program as rank 0 of a cluster that does not exist: its second training step, predicted."""
+"""Run a program as rank 0 of a cluster that doesn't exist, and predict its second training step."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,16 +18,16 @@ from vgpu.units import format_bytes, format_seconds
 
 @contextmanager
 def predict_second_step(**options: Any) -> Iterator[None]:
-    """In the block, a program is rank 0 of a cluster and its tensors are shapes.
+    """Inside the block, a program is rank 0 of a cluster, and its tensors are shapes.
 
-    When an optimizer has taken its first step, which makes its state, a recording begins. After the
-    second one it is printed, and SystemExit ends the program. options: as for ``cluster``. A program
-    that reads a value before that ends with a NoValueError: there are none.
+    Recording starts after an optimizer's first step, which creates its state. After the second
+    step, the result is printed and SystemExit ends the program. options: as for ``cluster``. A
+    program that reads a value before that ends with a NoValueError, because there are no values.
     """
     timelines: list[Timeline] = []
     with ExitStack() as block:
         made = block.enter_context(cluster(**options))
-        # The group exists already; a program that makes one goes on with that of the cluster.
+        # The group already exists; a program that creates one gets the cluster's.
         block.enter_context(mock.patch.object(dist, "init_process_group", lambda *_, **__: None))
         block.enter_context(shapes_only())
         recording = block.enter_context(ExitStack())
@@ -45,8 +45,8 @@ def predict_second_step(**options: Any) -> Iterator[None]:
         yield
         taken = len(timelines)
         raise SystemExit(
-            f"python -m vgpu --cluster: the program's optimizers took {taken} steps, and the second "
-            "one is recorded: let them take at least two"
+            f"python -m vgpu --cluster: the second optimizer step is recorded, but the program "
+            f"took only {taken}: let it take at least two"
         )
 
 
@@ -58,7 +58,7 @@ def _report(made: Cluster, timeline: Timeline) -> str:
     busy_s = covered_s(kernels + collectives)
     parts = {
         "computing": computing_s,
-        "collectives with nothing computed beside them": busy_s - computing_s,
+        "exposed collectives": busy_s - computing_s,
         "neither": step_s - busy_s,
     }
     lines = [str(made), f"a step takes {format_seconds(step_s)} of virtual time"]

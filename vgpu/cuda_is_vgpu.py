@@ -1,24 +1,24 @@
 """``--cuda-is-vgpu``: a program written for CUDA runs with the word ``cuda`` replaced by ``vgpu``.
 
 An import hook replaces it in the syntax trees of the program's own files and of the packages that
-it imports, wherever a file mentions CUDA; torch itself stays as it is. No file is changed, and lines
-keep their numbers. Replaced:
+it imports, if a file mentions CUDA; torch itself stays as it is. No file is changed, and line
+numbers stay the same. Replaced are:
 
-- ``torch.cuda`` and what is imported from it, ``tensor.cuda()``, ``module.cuda()``, ``is_cuda``;
-  a ``def cuda`` of the program's own goes by both names;
-- the texts ``"torch.cuda.FloatTensor"``, ``"cuda"``, ``"cuda:0"`` and ``"cuda:"``, ``"cuda:%d"``
-  and ``"cuda:{}"``, also as a part of an f-string, and ``nccl`` or ``NCCL`` as a backend's name,
-  alone or in a list such as ``"cpu:gloo,cuda:nccl"``; and ``Backend.NCCL``;
-- a device as torch prints it in a longer text, as in what a test expects of a message:
+- ``torch.cuda`` and what is imported from it, ``tensor.cuda()``, ``module.cuda()``, ``is_cuda``; a
+  ``def cuda`` in the program gets both names;
+- the strings ``"torch.cuda.FloatTensor"``, ``"cuda"``, ``"cuda:0"`` and ``"cuda:"``, ``"cuda:%d"``
+  and ``"cuda:{}"``, also in an f-string; ``nccl`` or ``NCCL`` as the name of a backend, alone or in
+  a list such as ``"cpu:gloo,cuda:nccl"``; and ``Backend.NCCL``;
+- devices as torch prints them, inside a longer string, such as a message that a test expects:
   ``device(type='cuda', index=0)``, ``device='cuda:0'``.
 
-Everything else stays: ``torch.backends.cuda``, ``torch.version.cuda``, names of the program's own,
-also as text where they are an attribute's: ``getattr(args, "cuda")``, ``dest="cuda"``. A key
-``"cuda"`` of a dictionary is a device's name.
+Everything else stays: ``torch.backends.cuda``, ``torch.version.cuda``, and the program's own names,
+even in strings that name an attribute: ``getattr(args, "cuda")``, ``dest="cuda"``. A dictionary key
+``"cuda"`` counts as a device.
 
-Why the words are replaced, and not ``torch.cuda`` while the program runs: ``device.type`` comes from
-C++, and ``device.type == "cuda"`` would be False; ``"cuda"`` is also read in C++, in every function
-that takes a device; and torch's own code for CUDA would call a driver that isn't there.
+Why not patch ``torch.cuda`` at run time instead? ``device.type`` comes from C++, so ``device.type
+== "cuda"`` would be False; C++ also parses ``"cuda"``, in every function that takes a device; and
+torch's own CUDA code would call a driver that isn't there.
 """
 
 import ast
@@ -43,7 +43,7 @@ from vgpu.torch_patches.undo import Changes
 _WORD = "cuda"
 _ATTRIBUTE_FUNCTIONS = {"getattr", "hasattr", "setattr", "delattr"}
 _ATTRIBUTES = {"is_cuda": f"is_{gpus.DEVICE_TYPE}"}
-# A device, perhaps with its number still to come; a type of tensors; a backend, or a list of
+# A device, whose number may be filled in later; a tensor type; a backend, or a list of
 # device:backend pairs.
 _DEVICE = re.compile(rf"{_WORD}(:(\d+|%[dis]|\{{\w*\}})?)?")
 _PRINTED = re.compile(rf"\b(type|device)='{_WORD}\b")
@@ -75,11 +75,11 @@ class Replacements:
 
 
 replaced_in: list[Replacements] = []
-"""One for each file in which a word was replaced."""
+"""One entry per file in which a word was replaced."""
 
 
 def replaced() -> tuple[list[str], dict[str, int]]:
-    """A line for each of the program's own files, and how many files of each installed package."""
+    """A line for each of the program's files, and the number of files in each installed package."""
     own, packages = [], Counter[str]()
     for replacements in replaced_in:
         package = package_of(replacements.filename)
@@ -91,7 +91,7 @@ def replaced() -> tuple[list[str], dict[str, int]]:
 
 
 def replace_name(text: str) -> str:
-    """A device's or a backend's name as virtual GPUs have it; other text but for printed devices."""
+    """The name of a device or backend, translated for virtual GPUs; or a string with printed devices translated."""
     if _DEVICE.fullmatch(text) or _TYPE.fullmatch(text):
         return text.replace(_WORD, gpus.DEVICE_TYPE)
     if _BACKENDS.fullmatch(text):
@@ -101,22 +101,22 @@ def replace_name(text: str) -> str:
 
 
 def replace_in_argument(text: str) -> str:
-    """``replace_name`` in an argument of a command, which may be an option: ``device=cuda``."""
+    """``replace_name`` in a command-line argument, which may be an option: ``device=cuda``."""
     option, equals, value = text.rpartition("=")
     return option + equals + replace_name(value)
 
 
 also_change: Callable[[ast.Module, bytes, str], None] | None = None
-"""pytest_vgpu sets it: what else to do to the tree of a module, given its source and file name."""
+"""Set by pytest_vgpu: also transforms a module's tree, given its source and file name."""
 
 
 def compile_source(source: bytes | str, filename: str) -> CodeType:
-    """The code of a file with its words replaced; SyntaxError as from ``compile``."""
+    """Compile a file with its words replaced; raises SyntaxError as ``compile`` does."""
     return compile(replace(source, filename), filename, "exec", dont_inherit=True)
 
 
 def replace(source: bytes | str, filename: str) -> ast.Module:
-    """The tree of a file with its words replaced, which ``replaced_in`` notes."""
+    """The tree of a file with its words replaced; ``replaced_in`` keeps track of them."""
     replacements = Replacements(filename)
     tree = Replacer(replacements).visit(ast.parse(source, filename))
     if replacements.lines:
@@ -130,8 +130,8 @@ class Replacer(ast.NodeTransformer):
     def __init__(self, replacements: Replacements) -> None:
         self._replacements = replacements
         self._torch_names = {"torch"}
-        self._function_depth = 0  # functions around the node, within its class
-        self._own_names: set[ast.expr] = set()  # texts that name the program's own attributes
+        self._function_depth = 0  # enclosing functions, within the class
+        self._own_names: set[ast.expr] = set()  # strings that name the program's own attributes
 
     def visit_Module(self, node: ast.Module) -> ast.AST:
         imports = (part for part in ast.walk(node) if isinstance(part, ast.Import))
@@ -170,7 +170,7 @@ class Replacer(ast.NodeTransformer):
         self._function_depth -= 1
         if node.name != _WORD or self._function_depth:
             return node
-        # A method, or a function of a module: its callers have the other name now.
+        # A method, or a module's function: its callers now use the other name.
         self._replacements.add(_WORD, node.lineno)
         alias = ast.parse(f"{gpus.DEVICE_TYPE} = {_WORD}").body[0]
         return [node, ast.copy_location(alias, node)]
@@ -215,7 +215,7 @@ class Replacer(ast.NodeTransformer):
         return node
 
 
-# What may mention CUDA and is not read: torch, and packages whose "cuda" is not torch's device.
+# May mention CUDA, but isn't read: torch, and packages whose "cuda" isn't torch's device.
 _NOT_READ = """
     torch torchgen functorch triton vgpu pytest_vgpu cuda nvidia pynvml numba cupy jax jaxlib
     tensorflow keras xgboost lightgbm pygments pip setuptools
@@ -249,9 +249,9 @@ def _is_pythons_own(filename: str) -> bool:
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Imports modules that mention CUDA with their words replaced; all others as Python does.
+    """Imports modules that mention CUDA with their words replaced, and all others as Python does.
 
-    read, not_read: names of packages or modules, beyond the choice of ``_CHOICE``.
+    read, not_read: names of packages or modules that override ``_CHOICE``.
     """
 
     def __init__(self, read: Sequence[str] = (), not_read: Sequence[str] = ()) -> None:
@@ -275,14 +275,14 @@ class Finder(importlib.abc.MetaPathFinder):
     def _found_by_others(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
-        """As an editable install finds its modules."""
+        """The way in which editable installs find their modules."""
         for finder in sys.meta_path:
             if isinstance(finder, type) and finder.__name__.startswith("_Editable"):
                 return finder.find_spec(fullname, path, target)
         return None
 
     def is_chosen(self, fullname: str) -> bool:
-        """The choice for the longest name that the module stands under; True where there is none."""
+        """The choice for the longest matching prefix of the module's name; True if there's none."""
         while fullname:
             if fullname in self._choice:
                 return self._choice[fullname]
@@ -303,9 +303,9 @@ class _Loader(SourceFileLoader):
 
 
 def install(read: Sequence[str] = (), not_read: Sequence[str] = ()) -> Finder:
-    """From now on, replace the words in what is imported; returns what does, the first finder.
+    """From now on, replace the words in imported modules; returns the finder, which comes first.
 
-    ``torch.vgpu`` has all public names of ``torch.cuda`` then.
+    ``torch.vgpu`` then has all public names of ``torch.cuda``.
     """
     cuda_names.install(_changes)
     finder = Finder(read, not_read)

@@ -1,8 +1,8 @@
 """GPUs, links and networks from datasheets, and how well a matrix product fills a GPU.
 
-To add one, add an entry to ``PRESETS``, ``LINKS`` or ``NETWORKS``; everything else reads it from there.
-The rates are the makers' peaks, which no program reaches: ``CostModel`` says what share of each it
-assumes.
+To add one, add an entry to ``PRESETS``, ``LINKS`` or ``NETWORKS``; everything else reads it from
+there. The rates are the manufacturers' peaks, which no program reaches: ``CostModel`` says what
+share of each it assumes.
 """
 
 import math
@@ -17,7 +17,7 @@ _Preset = TypeVar("_Preset")
 
 
 def _check_numbers(described: Any) -> None:
-    """ValueError for a rate or size that is not a number above 0; a latency may be 0."""
+    """Raise ValueError for a rate or size that isn't a number above 0; a latency may be 0."""
     for field in fields(described):
         value, is_latency = getattr(described, field.name), field.name == "latency_s"
         if field.type not in (int, float, int | None, float | None) or value is None:
@@ -30,7 +30,7 @@ def _check_numbers(described: Any) -> None:
             )
 
 
-# Links and networks: rates are for one direction, before any protocol's own bytes; both directions work
+# Links and networks: rates are for one direction, without protocol overhead; both directions work
 # at once.
 
 
@@ -38,22 +38,23 @@ def _check_numbers(described: Any) -> None:
 class Link:
     """One direction out of a GPU, to other GPUs or to its host.
 
-    All links of one GPU and those between two GPUs are two figures. Since the A100, NVSwitch lets any
-    pair use all of both GPUs' links. In a DGX-1 the links are wires: of a P100's four, one leads to each
-    of four neighbors; of a V100's six, at most two lead to the same GPU, and some pairs have none.
+    The rate of all of a GPU's links and the rate between two GPUs are separate figures. Since the
+    A100, NVSwitch lets any pair use all of both GPUs' links. In a DGX-1, the links are wires: a
+    P100's four lead to four neighbors; of a V100's six, at most two lead to the same GPU, and some
+    pairs have none.
     """
 
     name: str
     bandwidth_bytes_per_s: float  # all links of the GPU together
     latency_s: float
     source: str
-    pair_bytes_per_s: float | None = None  # those that lead to one other GPU; None means all
+    pair_bytes_per_s: float | None = None  # between two GPUs; None means all links
 
     def __post_init__(self) -> None:
         _check_numbers(self)
 
     def among_bytes_per_s(self, count: int) -> float:
-        """What one of ``count`` GPUs can send to the others: over all links that lead to them."""
+        """The rate at which one of ``count`` GPUs can send to the others, over all links to them."""
         if self.pair_bytes_per_s is None:
             return self.bandwidth_bytes_per_s
         return min(self.bandwidth_bytes_per_s, (count - 1) * self.pair_bytes_per_s)
@@ -63,22 +64,23 @@ class Link:
 class Network:
     """The adapters of one host, in one direction.
 
-    Left out: switches with too few uplinks, neighbors, routes that collide. Clusters fall behind their
-    adapters there: the Ultra-Scale Playbook (2025) measured an all-reduce of 256 MB on H100s at 362, 160
-    and 33 GB/s a GPU over 2, 4 and 64 hosts, where adapters allow 400.
+    Left out: oversubscribed switches, neighbors, routes that collide. Because of those, clusters
+    stay below what their adapters allow: the Ultra-Scale Playbook (2025) measured an all-reduce of
+    256 MB on H100s at 362, 160 and 33 GB/s per GPU over 2, 4 and 64 hosts, where the adapters allow
+    400.
     """
 
     name: str
     adapter_bytes_per_s: float
-    latency_s: float  # of one step from host to host
+    latency_s: float  # for one step from host to host
     source: str
-    adapters_per_host: int | None = None  # None means one for each GPU
+    adapters_per_host: int | None = None  # None means one per GPU
 
     def __post_init__(self) -> None:
         _check_numbers(self)
 
     def bytes_per_s_per_gpu(self, gpus_per_host: int) -> float:
-        """A GPU's part of its host's adapters, when all GPUs of the host send at once."""
+        """A GPU's share of its host's adapters, if all GPUs of the host send at once."""
         adapters = gpus_per_host if self.adapters_per_host is None else self.adapters_per_host
         return adapters * self.adapter_bytes_per_s / gpus_per_host
 
@@ -93,15 +95,16 @@ def _pcie(generation: int, transfers_per_s: float, coding: float) -> Link:
 
 
 # PCI-SIG base specifications (16 lanes, 8b/10b coding in generation 2 and 128b/130b after it), and
-# NVIDIA's datasheets and whitepapers for NVLink, which print both directions together; here is half of
-# that. A copy's fixed cost of some 10 µs (PCIe) or 5 µs (NVLink) is an order of magnitude that
-# p2pBandwidthLatencyTest of NVIDIA's CUDA samples prints on such machines, not a datasheet's.
+# NVIDIA's datasheets and whitepapers for NVLink, which give the sum of both directions; these are
+# half of that. A copy's fixed cost of about 10 µs (PCIe) or 5 µs (NVLink) isn't from a datasheet:
+# it's the order of magnitude that p2pBandwidthLatencyTest from NVIDIA's CUDA samples prints on such
+# machines.
 LINKS: dict[str, Link] = {
     "PCIe 2": _pcie(2, 5e9, 8 / 10),
     "PCIe 3": _pcie(3, 8e9, 128 / 130),
     "PCIe 4": _pcie(4, 16e9, 128 / 130),
     "PCIe 5": _pcie(5, 32e9, 128 / 130),
-    # Without peer access a copy goes to the host's memory first, and from there to the other GPU.
+    # Without peer access, a copy goes to the host's memory first, and from there to the other GPU.
     "PCIe 3 via host": Link(
         "PCIe 3.0 x16 via the host", 16 * 8e9 * 128 / 130 / 8 / 2, 20e-6, "as PCIe 3, twice in turn"
     ),
@@ -115,7 +118,7 @@ LINKS: dict[str, Link] = {
     "NVLink 4": Link("NVLink 4 (18 links)", 450e9, 5e-6, "NVIDIA H100 whitepaper"),
     "NVLink 5": Link("NVLink 5 (18 links)", 900e9, 5e-6, "NVIDIA Blackwell datasheet"),
     "NVLink-C2C": Link("NVLink-C2C", 450e9, 5e-6, "NVIDIA GB200 NVL72 datasheet"),  # to Grace
-    # Each of eight GPUs has a link of its own to each of the other seven.
+    # Each of eight GPUs has its own link to each of the other seven.
     "Infinity Fabric 4": Link(
         "Infinity Fabric 4 (7 links)",
         448e9,
@@ -130,8 +133,8 @@ def _gbit(gigabits_per_s: float) -> float:
     return gigabits_per_s * 1e9 / 8
 
 
-# Latencies are those of one step of a ring over the network in NCCL's own model (src/graph/tuning.cc,
-# ring, LL128: 4 µs), and an order of magnitude more for TCP.
+# Latencies are those of one step of a ring over the network in NCCL's own model
+# (src/graph/tuning.cc, ring, LL128: 4 µs), and ten times that for TCP.
 _INFINIBAND = "InfiniBand Trade Association roadmap, four lanes"
 
 NETWORKS: dict[str, Network] = {
@@ -159,24 +162,24 @@ GIB = 2**30
 class GPUSpec:
     """One GPU as PyTorch sees it (a K80 board holds two).
 
-    ``memory_bytes`` takes the datasheet's gigabytes as GiB, which is how boards are built. Left out: the
-    few hundred MiB that a driver keeps for itself.
+    ``memory_bytes`` reads the datasheet's gigabytes as GiB, which is how boards are built. Left
+    out: the few hundred MiB that the driver reserves.
 
-    FLOP/s of a type are those of dense matrices of it; None where the GPU's tensor cores lack it.
+    FLOP/s of a type are for dense matrices; None if the GPU's tensor cores don't support it.
     """
 
     name: str
     memory_bytes: int
     memory_bandwidth_bytes_per_s: float
     fp32_flop_per_s: float
-    tensor_flop_per_s: float  # float16, and bfloat16 where it has it; fp32's without tensor cores
+    tensor_flop_per_s: float  # float16, and bfloat16 if supported; without tensor cores, fp32's
     multi_processor_count: int
     compute_capability: tuple[int, int]
     source: str
-    link: Link = LINKS["PCIe 3"]  # to the other GPUs of such a machine
+    link: Link = LINKS["PCIe 3"]  # to the machine's other GPUs
     host_link: Link = LINKS["PCIe 3"]
-    tf32_flop_per_s: float | None = None  # float32 on tensor cores, from the A100 on
-    fp8_flop_per_s: float | None = None  # float8 on tensor cores, where they have it
+    tf32_flop_per_s: float | None = None  # float32 on tensor cores, since the A100
+    fp8_flop_per_s: float | None = None  # float8 on tensor cores, if supported
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -184,14 +187,14 @@ class GPUSpec:
 
     @property
     def has_bfloat16(self) -> bool:
-        """Whether tensor cores take bfloat16 (CUDA programming guide: compute capability 8.0)."""
+        """Whether tensor cores support bfloat16 (CUDA programming guide: compute capability 8.0)."""
         return self.compute_capability >= (8, 0)
 
 
-# Datasheets since the A100 also print twice the rates of tensor cores, for matrices with two zeros in
-# each four entries. H100's and H200's print only those: 989 TFLOP/s of TF32, 1979 of float16 and
-# bfloat16, 3958 of float8. So do Blackwell's, and some of theirs add up all GPUs of a board or a rack.
-# Compute capabilities are from https://developer.nvidia.com/cuda-gpus.
+# Since the A100, datasheets also give twice the tensor cores' rates, for matrices with two zeros in
+# every four entries. Those of the H100 and H200 give only these: 989 TFLOP/s for TF32, 1979 for
+# float16 and bfloat16, 3958 for float8. So do Blackwell's, some of which add up all GPUs of a board
+# or a rack. Compute capabilities are from https://developer.nvidia.com/cuda-gpus.
 _HOPPER = GPUSpec(
     name="Virtual H100 80GB HBM3",
     memory_bytes=80 * GIB,
@@ -214,7 +217,7 @@ _BLACKWELL = GPUSpec(
     tensor_flop_per_s=2250e12,
     multi_processor_count=148,
     compute_capability=(10, 0),
-    source="NVIDIA Blackwell datasheet, HGX B200, individual GPU: half of the rates with zeros, TF32 half of "
+    source="NVIDIA Blackwell datasheet, HGX B200, individual GPU: half of the sparse rates, TF32 half of "
     "float16 before it's rounded; multiprocessors: 74 of each of two dies (Chips and Cheese, 2025, "
     "Nvidia's B200)",
     link=LINKS["NVLink 5"],
@@ -279,7 +282,7 @@ PRESETS: dict[str, GPUSpec] = {
         fp32_flop_per_s=80e12,
         tensor_flop_per_s=2500e12,
         multi_processor_count=152,
-        source="NVIDIA Blackwell datasheet, GB200 NVL72, individual GPU: half of the rates with zeros; "
+        source="NVIDIA Blackwell datasheet, GB200 NVL72, individual GPU: half of the sparse rates; "
         "multiprocessors: as CUDA reports them, and what 80 TFLOP/s of float32 take at 2.06 GHz",
         host_link=LINKS["NVLink-C2C"],
         tf32_flop_per_s=1250e12,
@@ -293,9 +296,10 @@ PRESETS: dict[str, GPUSpec] = {
         tensor_flop_per_s=1307.4e12,
         multi_processor_count=304,
         compute_capability=(9, 4),
-        source="AMD Instinct MI300X data sheet, peaks at 2.1 GHz, dense: float32 256, TF32 1024, float16 2048 "
-        "and float8 4096 FLOPs a clock of each of 304 compute units, which stand for multiprocessors; "
-        "gfx942 is what PyTorch reports as (9, 4)",
+        source="AMD Instinct MI300X data sheet, dense, peak engine clock 2100 MHz; AMD's ROCm documentation (MI300 "
+        "series microarchitecture) has the same rates as FLOPs a clock of each of 304 compute units, which "
+        "stand for multiprocessors: float32 256, TF32 1024, float16 2048, float8 4096; gfx942 is what PyTorch "
+        "reports as (9, 4)",
         link=LINKS["Infinity Fabric 4"],
         host_link=LINKS["PCIe 5"],
         tf32_flop_per_s=653.7e12,
@@ -307,7 +311,7 @@ PRESETS: dict[str, GPUSpec] = {
 def get_spec(gpu: str | GPUSpec) -> GPUSpec:
     """A preset by name, a GPU in a TOML file by its path, or the given spec itself.
 
-    ValueError names the presets there are, or says what is wrong with the file.
+    A ValueError lists the presets, or says what's wrong with the file.
     """
     return _get(GPUSpec, PRESETS, gpu)
 
@@ -337,7 +341,7 @@ def _get(kind: type[_Preset], presets: Mapping[str, _Preset], wanted: str | _Pre
 
 
 def _read(kind: type[_Preset], presets: Mapping[str, _Preset], path: Path) -> _Preset:
-    """What a file describes by the fields of its kind; ``like`` names a preset that has the others."""
+    """The object that a file describes by its fields; ``like`` names a preset that has the others."""
     try:
         given: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
         base = vars(_get(kind, presets, given.pop("like"))) if "like" in given else {}
@@ -348,8 +352,8 @@ def _read(kind: type[_Preset], presets: Mapping[str, _Preset], path: Path) -> _P
                 given[name] = get_link(given[name])
         return kind(**{**base, "source": f"{path}", **given})
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except (TypeError, ValueError) as error:  # Python names the fields that are missing or unknown
+        raise ValueError(f"{path} can't be read: {error.strerror}") from error
+    except (TypeError, ValueError) as error:  # Python names the missing or unknown fields
         text = f"{error}".replace(f"{kind.__name__}.__init__() ", "")
         text = text.replace("keyword argument", "field").replace(
             "required positional arguments", "fields"
@@ -370,16 +374,16 @@ class Product(NamedTuple):
     written_bytes: int  # of the result
 
 
-# Of cublasLtMatmulTile_t, both ways.
+# From cublasLtMatmulTile_t, in both orientations.
 _SIDES = ((256, 128), (128, 128), (128, 64), (64, 64), (64, 32), (32, 32))
 TILES = sorted({tile for sides in _SIDES for tile in (sides, sides[::-1])}, reverse=True)
 
-# What the level-2 cache hands out feeds an A100's tensor cores from 43 FLOPs a byte on, a V100's from
-# 40 (312 and 125 TFLOP/s; 7.2 and 3.1 TB/s, which is 5120 and 2048 bytes a clock: NVIDIA A100
-# whitepaper). It is taken for other GPUs too; float32 units need a tenth of it.
+# The L2 cache can feed an A100's tensor cores if they do at least 43 FLOPs per byte, and a V100's
+# at 40 (312 and 125 TFLOP/s; 7.2 and 3.1 TB/s, which is 5120 and 2048 bytes per clock: NVIDIA A100
+# whitepaper). The same is assumed for other GPUs; float32 units need a tenth of it.
 _FLOP_PER_BYTE = 43
 
-_STEP = 64  # the least part of a sum: what kernels of 16 bits go along it at once
+_STEP = 64  # the smallest part of a sum: how far 16-bit kernels advance along it at once
 
 
 def product_seconds(
@@ -390,18 +394,18 @@ def product_seconds(
     multi_processors: int,
     on_tensor_cores: bool,
 ) -> float:
-    """The least that a product takes, of all tiles: it is cut into tiles, one for each block of threads.
+    """The time of a matrix product with the best tile size: it's cut into tiles, one per thread block.
 
-    Tiles at the edges compute what nobody needs; the last wave of them lasts as long as a full one. A
-    tile is summed up first and written then, and its multiprocessor computes nothing meanwhile: the
-    longer the sums, the less that matters. Smaller tiles fill a GPU better, but read more for each
-    FLOP. Where there are too few tiles, each sum is split into parts (split-K), which are written as
-    float32 and added.
+    Tiles at the edges compute values that aren't needed, and the last wave takes as long as a full
+    one. A tile is first summed, then written, and its multiprocessor computes nothing while it
+    writes: the longer the sums, the less that matters. Smaller tiles fill a GPU better, but read
+    more per FLOP. If there are too few tiles, each sum is split into parts (split-K), which are
+    written as float32 and added.
 
-    arithmetic_s: with all multiprocessors busy from begin to end. read_s: what is read, from memory.
-    There is something to sum. Left out: tiles of several waves at once on a multiprocessor, thread
-    block clusters, blocks that write one tile while they compute the next (CUTLASS's ping-pong kernels
-    on Hopper), and sizes that are no multiple of 16 bytes.
+    arithmetic_s: the time with all multiprocessors busy from start to finish. read_s: the time to
+    read the factors from memory. Sums must not be empty. Left out: several tiles at once on a
+    multiprocessor, thread block clusters, blocks that write one tile while they compute the next
+    (CUTLASS's ping-pong kernels on Hopper), and sizes that aren't a multiple of 16 bytes.
 
     Source: NVIDIA, Matrix Multiplication Background User's Guide.
     """

@@ -1,14 +1,14 @@
 """One training iteration of DataParallel and of DistributedDataParallel, in virtual time.
 
-Both are PyTorch's own code, which runs as shapes. DataParallel: one process, whose threads queue
-for the interpreter's lock, which each launch of the forward pass needs for a part of its time
-(``CostModel.locked_share``); every iteration broadcasts the parameters from GPU 0 and adds the
-gradients up there. DDP: one rank of a virtual cluster, with its share of the batch, stands for all;
-each has a process of its own, and all-reduces a bucket of gradients as soon as the backward pass has
+Both run PyTorch's own code, on shapes. DataParallel is one process whose threads queue for the
+interpreter's lock, which each launch in the forward pass holds for part of its time
+(``CostModel.locked_share``); every iteration broadcasts the parameters from GPU 0 and adds up the
+gradients there. In DDP, one rank of a virtual cluster, with its share of the batch, stands for all;
+each has its own process, and all-reduces a bucket of gradients as soon as the backward pass has
 filled it.
 
-Left out of DDP: ranks that are not in step. Left out of DataParallel: copying parameters into the
-buffers of a broadcast.
+Left out: for DDP, ranks that are out of step; for DataParallel, copying parameters into the
+broadcast's buffers.
 """
 
 import dataclasses
@@ -39,7 +39,8 @@ def data_parallel_iteration(
 ) -> Timeline:
     """One iteration of nn.DataParallel on ``count`` of the enabled GPUs.
 
-    inputs_size and targets_size: of the whole batch. changes: fields of CostModel, as in record().
+    inputs_size and targets_size: sizes of the whole batch. changes: fields of CostModel, as in
+    record().
     """
     with shapes_only():
         model = nn.DataParallel(make_model().to(_gpu(0)), list(range(count)))
@@ -65,13 +66,14 @@ def ddp_iteration(
     bucket_bytes: int | None = None,
     **changes: Any,
 ) -> Timeline:
-    """One iteration of DDP on ``world_size`` GPUs of the enabled kind, one process each.
+    """One iteration of DDP on ``world_size`` GPUs of the enabled model, one process each.
 
-    inputs_size and targets_size: of the whole batch, whose first dimension ``world_size`` divides.
-    bucket_bytes: DDP's own if None, 25 MiB, and 1 MiB for the first one.
+    inputs_size and targets_size: sizes of the whole batch, whose first dimension must be divisible
+    by ``world_size``. bucket_bytes: None means DDP's default, 25 MiB, and 1 MiB for the first
+    bucket.
     """
     if inputs_size[0] % world_size:
-        raise ValueError(f"{world_size} ranks cannot share {inputs_size[0]} samples evenly")
+        raise ValueError(f"{world_size} ranks can't share {inputs_size[0]} samples evenly")
     share = inputs_size[0] // world_size
     with cluster(1, world_size, gpus.by_index(0).spec) as made, shapes_only():
         plain = make_model().to(made.device)
@@ -86,7 +88,8 @@ def ddp_iteration(
             loss_of(model(inputs), targets).backward()
             optimizer.step()
 
-        # DDP begins with buckets of its own, and makes those that it keeps when it is called again.
+        # DDP starts with provisional buckets, and creates the final ones in its second forward
+        # pass.
         step()
         step()
         with record(**changes) as timeline:

@@ -1,7 +1,7 @@
-"""Runs a script or module with virtual GPUs, and lets the processes that it starts have them too.
+"""Runs a script or module with virtual GPUs, which the processes that it starts have, too.
 
-What ``python script.py`` sees is kept: ``__main__`` is the script, ``sys.argv`` and ``sys.path``
-are its own, and processes that multiprocessing starts find it.
+The program sees what it would see under ``python script.py``: ``__main__`` is the script,
+``sys.argv`` and ``sys.path`` are its own, and processes started by multiprocessing find it.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ from vgpu.torch_patches import flash_attn
 
 @dataclass(frozen=True)
 class ProgramSettings:
-    """What the program runs with; the processes that it starts get the same."""
+    """The settings that the program runs with, as do the processes that it starts."""
 
     count: int
     gpu: str = "V100"
@@ -38,14 +38,14 @@ class ProgramSettings:
     """Whether ``cuda`` means ``vgpu`` in the program's files and in packages that it imports."""
     read: tuple[str, ...] = ()
     not_read: tuple[str, ...] = ()
-    """Names of packages, beyond the choice of ``cuda_is_vgpu.Finder``."""
+    """Names of packages that override the choice of ``cuda_is_vgpu.Finder``."""
     summary: bool = False
     cluster: tuple[int, int] | None = None
-    """Hosts and GPUs of each: the program is rank 0 of them, until its second step is recorded."""
+    """Hosts and GPUs per host: the program is rank 0 until its second step is recorded."""
     network: str = "InfiniBand NDR"
 
     def prepare(self) -> None:
-        """Enable the virtual GPUs, also for processes to come; ``cuda`` means them where wanted."""
+        """Enable the virtual GPUs, also for future processes; with ``cuda_is_vgpu``, ``cuda`` means them."""
         enable(self.count, self.gpu, self.memory_bytes)
         if self.seed is not None:
             torch.manual_seed(self.seed)
@@ -56,7 +56,7 @@ class ProgramSettings:
         run_report.begin()
 
     def place(self) -> AbstractContextManager[None]:
-        """What the program runs in."""
+        """The context that the program runs in."""
         if self.cluster is None:
             return nullcontext()
         hosts, each = self.cluster
@@ -69,7 +69,7 @@ class ProgramSettings:
         )
 
     def options(self) -> list[str]:
-        """The options of ``python -m vgpu`` that say the same."""
+        """The equivalent options of ``python -m vgpu``."""
         found = [f"--count={self.count}", f"--gpu={self.gpu}"]
         if self.memory_bytes is not None:
             found.append(f"--memory={self.memory_bytes}B")
@@ -80,7 +80,7 @@ class ProgramSettings:
         return found + [f"--not-read={name}" for name in self.not_read]
 
     def _let_children_have_them(self) -> None:
-        """Python runs the sitecustomize.py of a folder in PYTHONPATH as it starts."""
+        """Python runs the sitecustomize.py in a folder of PYTHONPATH when it starts."""
         folder, ours = Path(__file__).parent / "for_children", Path(__file__).parents[1]
         path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         wanted = [str(folder), *filter(None, path), str(ours)]
@@ -95,7 +95,7 @@ PLAIN_ASSERTS = "--assert=plain"
 
 
 def run_script(path: Path, settings: ProgramSettings) -> None:
-    """Run a file as ``__main__``; it ends as the file ends, with its exception or SystemExit."""
+    """Run a file as ``__main__``; its exceptions and SystemExit are passed on."""
     sys.excepthook = _show_own_frames
     source, filename = path.read_bytes(), os.path.abspath(path)
     _put_first_in_path(str(path.resolve().parent))
@@ -112,7 +112,7 @@ def run_script(path: Path, settings: ProgramSettings) -> None:
 def run_module(name: str, settings: ProgramSettings) -> None:
     """Run a module, or a package's ``__main__``, as ``python -m`` does.
 
-    ModuleNotFoundError where there is none.
+    Raises ModuleNotFoundError if it doesn't exist.
     """
     sys.excepthook = _show_own_frames
     _put_first_in_path(os.getcwd())
@@ -120,7 +120,7 @@ def run_module(name: str, settings: ProgramSettings) -> None:
     if importlib.util.find_spec(name) is None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     if name.partition(".")[0] == "pytest" and settings.cuda_is_vgpu:
-        # Otherwise pytest compiles tests itself, unchanged.
+        # Otherwise, pytest would compile tests itself, unchanged.
         options = os.environ.get("PYTEST_ADDOPTS", "").split()
         os.environ["PYTEST_ADDOPTS"] = " ".join(dict.fromkeys([*options, PLAIN_ASSERTS]))
     with settings.place():
@@ -128,7 +128,7 @@ def run_module(name: str, settings: ProgramSettings) -> None:
 
 
 def run_command(source: str, settings: ProgramSettings) -> None:
-    """Run a text as ``__main__``, as ``python -c`` does."""
+    """Run a string as ``__main__``, as ``python -c`` does."""
     sys.excepthook = _show_own_frames
     _put_first_in_path("")
     start(settings)
@@ -140,7 +140,7 @@ def run_command(source: str, settings: ProgramSettings) -> None:
 
 
 def _put_first_in_path(folder: str) -> None:
-    """Put a folder where Python puts the script's, unless ``python -P`` asked for none."""
+    """Put a folder where Python puts the script's, unless ``python -P`` turned that off."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
@@ -181,7 +181,7 @@ def start(settings: ProgramSettings) -> None:
 
 
 class _ForChild:
-    """A part of multiprocessing's preparation data; a new process starts up by unpickling it."""
+    """Part of multiprocessing's preparation data, which a new process unpickles when it starts."""
 
     def __init__(self, settings: ProgramSettings) -> None:
         self._settings = settings
@@ -205,14 +205,14 @@ def _run_main_again(path: str) -> None:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """``%load_ext vgpu``: from the next cell on, and in packages imported there, CUDA is virtual GPUs.
+    """``%load_ext vgpu``: from the next cell on, and in packages imported there, CUDA means virtual GPUs.
 
-    Two of them, or VGPU_COUNT, where ``vgpu.enable`` has not been called.
+    Enables two of them, or VGPU_COUNT, unless ``vgpu.enable`` has been called.
     """
     if not is_enabled():
         enable(int(os.environ.get("VGPU_COUNT", "2")))
     cuda_is_vgpu.install()
-    # Cells share a name for torch, as in "import torch as th".
+    # A name for torch, as in "import torch as th", holds for all cells.
     replacer = cuda_is_vgpu.Replacer(cuda_is_vgpu.Replacements("<cell>"))
     shell.ast_transformers.append(replacer)
 

@@ -1,7 +1,8 @@
-"""What a run says at its end: whether it used its virtual GPUs, and where ``cuda`` was replaced.
+"""The report at the end of a run: whether it used its virtual GPUs, and where ``cuda`` was replaced.
 
-A run may be many processes: a launcher, its ranks, their workers. The first one makes a file and names
-it in the environment; every process adds a line to it as it ends, and the first one reads them all.
+A run may have many processes: a launcher, its ranks, their workers. The first one creates a file
+and names it in the environment; every process adds a line when it exits, and the first one reads
+them all.
 """
 
 import functools
@@ -26,20 +27,20 @@ from vgpu.units import format_bytes
 _FILE = "VGPU_RUN_FILE"
 
 asked_cuda: set[str] = set()
-"""Packages that asked torch's own CUDA for GPUs, and were told that there are none."""
+"""Packages that asked torch for CUDA GPUs, and were told that there are none."""
 
 
 @dataclass
 class Report:
-    """What the processes of a run have to say together."""
+    """The combined report of a run's processes."""
 
     used: bool = False
-    """Whether something was put on a virtual GPU."""
+    """Whether anything was put on a virtual GPU."""
     asked: set[str] = field(default_factory=set)
     lines: dict[str, None] = field(default_factory=dict)
-    """The words that were replaced in each of the program's own files; keys, in order."""
+    """Descriptions of the words replaced in each of the program's files; a dict, for their order."""
     packages: dict[str, int] = field(default_factory=dict)
-    """In how many files of an installed package words were replaced."""
+    """For each installed package, the number of files in which words were replaced."""
 
     def add(self, used: bool, asked: list[str], lines: list[str], packages: dict[str, int]) -> None:
         self.used |= used
@@ -56,7 +57,7 @@ class Report:
         return found
 
     def unused(self, cuda_is_vgpu: bool) -> str | None:
-        """Why no virtual GPU was used, as far as it is known; None where one was."""
+        """Why no virtual GPU was used, as far as is known; None if one was."""
         if self.used:
             return None
         advice = "add --read {}" if cuda_is_vgpu else "add --cuda-is-vgpu"
@@ -71,7 +72,7 @@ class Report:
 
 
 def begin() -> None:
-    """Let this process add its line as it ends, and note who asks for CUDA."""
+    """Make this process add its line when it exits, and note which packages ask for CUDA."""
     for name in ("is_available", "device_count"):
         setattr(torch.cuda, name, _noting_who_asks(getattr(torch.cuda, name)))
     if not is_first_process():
@@ -79,12 +80,12 @@ def begin() -> None:
     else:
         handle, os.environ[_FILE] = tempfile.mkstemp(prefix="vgpu-run-")
         os.close(handle)
-    # multiprocessing forgets what is to be done at exit in the processes that it forks.
+    # multiprocessing drops atexit handlers in the processes that it forks.
     util.register_after_fork(begin, lambda _: _at_exit())
 
 
 def is_first_process() -> bool:
-    """Whether no process of the run has come to ``begin`` yet."""
+    """Whether no process of the run has called ``begin`` yet."""
     return _FILE not in os.environ
 
 
@@ -105,7 +106,7 @@ def _at_exit() -> None:
 
 def _add_line() -> None:
     if not os.path.exists(os.environ[_FILE]):
-        return  # The first process has ended before this one.
+        return  # The first process exited before this one.
     with open(os.environ[_FILE], "a", encoding="utf-8") as file:
         file.write(json.dumps(_of_this_process()) + "\n")
 
@@ -117,7 +118,7 @@ def _of_this_process() -> dict[str, Any]:
 
 
 def end() -> Report:
-    """In the first process, as the program ends: what all of them had to say."""
+    """In the first process, when the program ends: the combined report."""
     report = Report()
     report.add(**_of_this_process())
     file = Path(os.environ[_FILE])
@@ -128,7 +129,7 @@ def end() -> Report:
 
 
 def summary() -> str:
-    """Peak bytes of each GPU that this process used, and its collectives; a line each."""
+    """One line for each GPU that this process used, with its peak bytes, and for each collective."""
     lines = []
     for index in range(gpus.device_count()):
         gpu = gpus.by_index(index)
@@ -144,7 +145,7 @@ def summary() -> str:
 
 
 def show_summary() -> None:
-    """Print the summary in one piece, so that several ranks' lines do not mix."""
+    """Print the summary with a single write, so that different ranks' lines don't mix."""
     sys.stdout.flush()
     sys.stderr.write(summary() + "\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""A small table that shows itself in a notebook and reads well as text."""
+"""A small table that renders itself in a notebook and reads well as text."""
 
 import html
 import re
@@ -12,10 +12,9 @@ _STYLE = "text-align:left;vertical-align:top"
 class Table:
     """Rows of cells under a header; cells are turned into text, True and False into yes and no.
 
-    A notebook shows what is between `backticks` as code.
-    ``links`` maps the text of a cell to the address it leads to in a notebook, ``widths`` a column
-    to its width in CSS; the others take what they need. Raises ValueError for a row that has not
-    as many cells as the header.
+    In a notebook, text in `backticks` is shown as code. ``links`` maps a cell's text to the address
+    that it links to in a notebook, and ``widths`` a column to its CSS width; other columns take
+    what they need. Raises ValueError for a row that doesn't have as many cells as the header.
     """
 
     header: Sequence[str]
@@ -54,7 +53,7 @@ class Table:
             "<tr>" + "".join(f"<td {style}>{self._cell(text)}</td>" for text in row) + "</tr>"
             for row in self._texts()
         )
-        # Above the table, in the order in which it is read.
+        # Above the table, where it's read first.
         caption = f"<p>{html.escape(self.caption)}</p>" if self.caption else ""
         return f"{caption}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 

@@ -12,27 +12,29 @@ from vgpu.launch.call_sites import is_library
 
 _ARGUMENTS = "Keep the stub's name and arguments: the check calls it with them."
 _OF_NONE = (
-    "Something there is None: a function without a return gives None, and so does list.append."
+    "Something there is None: a function without a return returns None, and so does list.append."
 )
 # A pattern in the error, and what to do about it; the first match counts.
 _HINTS = (
     (r"^NameError", "Compare the spelling with the definition; then run the cells above again."),
-    (r"^RecursionError", "A function that calls itself needs a case in which it does not."),
+    (r"^RecursionError", "A function that calls itself needs a case in which it doesn't."),
     (r"positional argument|unexpected keyword|multiple values for argument", _ARGUMENTS),
     (r"NoneType", _OF_NONE),
     (
         r"same device|should be the same",
-        "Print .device of each operand in that line, and follow the odd one back.",
+        "Print .device of each operand in that line, and find out where the odd one comes from.",
     ),
     (
         r"shapes? cannot|size mismatch|must match|number of elements|size of tensor|sizes? of tensors",
         "Print the shape of each operand in that line.",
     ),
 )
-_TRY_IT = "Call it with such an input in a cell of your own, where you can print along the way."
+_TRY_IT = (
+    "Call it with such an input in a cell of your own, where you can print intermediate values."
+)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# In a clone, the teacher's tools are beside it: the exam's checks, and the check of a class's answers.
+# In a clone, the teacher's tools are next to it: the exam's checks, and the class check.
 _COURSE = (_PACKAGE, _PACKAGE.parent / "teaching")
 
 
@@ -95,7 +97,7 @@ def hint_for(error: BaseException, of_check: str = "") -> str:
     if of_check:
         return of_check
     if not own and not isinstance(error, TypeError):
-        return f"A library raised it when it used what your answer returned. {_TRY_IT}"
+        return f"A library raised it while using what your answer returned. {_TRY_IT}"
     return hint_in(text) or _TRY_IT
 
 

@@ -111,7 +111,7 @@ class Outcome:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        colour = {"not attempted": "#999999", "wrong": "#D55E00", "right": "#009E73"}[self.status]
+        color = {"not attempted": "#999999", "wrong": "#D55E00", "right": "#009E73"}[self.status]
         rows = "".join(
             f"<tr><td style='text-align:left;vertical-align:top'>{name}</td>"
             f"<td style='text-align:left'><code style='white-space:pre-wrap'>{html.escape(text)}"
@@ -119,7 +119,7 @@ class Outcome:
             for name, text in self._rows()
         )
         return (
-            f"<div style='border-left:6px solid {colour};padding:4px 12px'>"
+            f"<div style='border-left:6px solid {color};padding:4px 12px'>"
             f"<b>{html.escape(self._headline())}</b>{f'<table>{rows}</table>' if rows else ''}</div>"
         )
 
@@ -291,7 +291,7 @@ def expect_gradients(
 def hint_by_value(
     yours: float, wrong: Mapping[str, float], otherwise: str, within: float = 0.01
 ) -> str:
-    """The hint whose wrong value is ``yours``, within the tolerance ``within``; else ``otherwise``."""
+    """The hint whose wrong value is ``yours``, within the tolerance ``within``; if none, ``otherwise``."""
     hints = (hint for hint, value in wrong.items() if math.isclose(yours, value, rel_tol=within))
     return next(hints, otherwise)
 

@@ -4,7 +4,7 @@ In JupyterLab, a guess is made with a button or in a text field, or skipped. The
 which is folded in ``<details class="why-4a">``. Nothing waits for a guess: all cells of a lesson can be
 run at once, and without a front end only the outcome is shown.
 
-There's one small file per guess, beside those of solved exercises, so that lesson 00 can count them.
+There's one small file per guess, next to those of solved exercises, so that lesson 00 can count them.
 """
 
 import html
@@ -50,15 +50,15 @@ class Guess:
         self._show()
 
     def compare(self, outcome: Any, *, within: float = 0.0, unit: str = "") -> None:
-        """Show the guess beside the outcome, and record whether they agree.
+        """Show the guess next to the outcome, and record whether they agree.
 
-        within: the relative tolerance for a number; 0.25 is a quarter of the outcome. unit: appended to
-        both, as in "ms". Until the guess is made or skipped, a line says so instead. Raises ValueError if
-        the outcome has more or fewer numbers than the guess.
+        within: the relative tolerance for a number; 0.25 is a quarter of the outcome. unit:
+        appended to both, such as "ms". Until the guess is made or skipped, a sentence asks for it
+        instead. Raises ValueError if the outcome has more or fewer numbers than the guess.
         """
         if not self.one_of and len(_flat(outcome)) != self.numbers:
             raise ValueError(
-                f"guess {self.id} asks for {self.numbers}, and the outcome has "
+                f"guess {self.id} asks for {self.numbers}, but the outcome has "
                 f"{len(_flat(outcome))}: write guess({self.id!r}, numbers={len(_flat(outcome))})"
             )
         self._comparison = Comparison(self.id, outcome, within, unit)
@@ -82,7 +82,7 @@ class Guess:
         else:
             such_as = ", ".join(["3"] * self.numbers)
             asked = "a number" if self.numbers == 1 else f"{self.numbers} numbers, as in {such_as}"
-            # Sent when Enter is pressed or the field is left, not at each key.
+            # Sent when Enter is pressed or the field loses focus, not at every key.
             makers = [ipywidgets.Text(placeholder=asked, continuous_update=False)]
 
         def take(value: Any) -> None:
@@ -92,7 +92,7 @@ class Guess:
                 message.value = html.escape(str(error))
                 return
             taken = "skipped" if self.skipped else f"<b>{html.escape(_text(self.value))}</b>"
-            message.value = f"Guess {self.id}: {taken}. Run on."
+            message.value = f"Guess {self.id}: {taken}. Run the next cell."
             for control in (*makers, skip):
                 control.disabled = True
 
@@ -193,14 +193,14 @@ class Comparison:
         )
 
     def _repr_html_(self) -> str:
-        colour = "#999999" if self.value is None else "#009E73" if self.agrees else "#E69F00"
+        color = "#999999" if self.value is None else "#009E73" if self.agrees else "#E69F00"
         rows = "".join(
             f"<tr><td style='text-align:left'>{name}</td><td style='text-align:left'>"
             f"<code style='white-space:pre-wrap'>{html.escape(text)}</code></td></tr>"
             for name, text in (("yours", self.yours), ("outcome", self._came_out))
         )
         return (
-            f"<div style='border-left:6px solid {colour};padding:4px 12px'>"
+            f"<div style='border-left:6px solid {color};padding:4px 12px'>"
             f"<b>Guess {html.escape(self.id)}: {self.verdict}</b><table>{rows}</table></div>"
         )
 

@@ -1,4 +1,4 @@
-"""Run answers on real ranks, with a short time limit; errors become verdicts."""
+"""Run answers on real ranks, with a time limit; errors become verdicts."""
 
 import warnings
 from collections.abc import Callable
@@ -16,13 +16,15 @@ from vgpu.profiling import (
     own_gpu,
 )
 
-TIMEOUT_S = 3.0
-"""Once all ranks have joined the process group; a right answer takes milliseconds."""
+TIMEOUT_S = 30.0
+"""Once all ranks have joined the process group: a right answer takes long only on a busy machine."""
 
 GPU = "V100"
 """The virtual GPU of each rank if there aren't enough real ones."""
 
-_TRY_IT = "Call it through launch.run in a cell of your own, where you can print along the way."
+_TRY_IT = (
+    "Call it through launch.run in a cell of your own, where you can print intermediate values."
+)
 
 
 def on_ranks(
@@ -31,11 +33,10 @@ def on_ranks(
     *args: Any,
     given: str,
     gpu: str | None = None,
-    timeout_s: float = TIMEOUT_S,
 ) -> list[Any]:
     """``launch.run``; errors on ranks become a verdict that says where they happened."""
     try:
-        return launch.run(function, nprocs, *args, timeout_s=timeout_s, output="by rank", gpu=gpu)
+        return launch.run(function, nprocs, *args, timeout_s=TIMEOUT_S, output="by rank", gpu=gpu)
     except TypeError as unsent:
         raise Wrong(
             yours=str(unsent.__cause__ or unsent),
@@ -79,7 +80,7 @@ def answer_on_gpu(
     if isinstance(result, torch.Tensor):
         if result.dim() and result.device != tensor.device:
             raise TypeError(
-                f"the answer is on the {result.device.type}, and the tensor came on "
+                f"the answer is on the {result.device.type}, but the tensor was on "
                 f"{tensor.device}: {MAKE_IT_ON_THE_GPU}"
             )
         result = result.cpu()

@@ -53,7 +53,7 @@ class Watched(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if len(self._tokens) > 1:
-            gc.collect()  # a graph in a reference cycle is not kept, only not yet found
+            gc.collect()  # a graph in a reference cycle isn't kept, just not collected yet
         self.live_graphs.append(len(self._tokens))
         logits = _Witness.apply(self.layers(inputs), self._tokens)
         self.modes.append(self.training)
@@ -94,7 +94,7 @@ class WatchedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self._saved:
-            gc.collect()  # a graph in a reference cycle is not kept, only not yet found
+            gc.collect()  # a graph in a reference cycle isn't kept, just not collected yet
         self.samples.append(len(input))
         self.graphs_held.append(len(self._saved))
         saved = _Saved()
@@ -120,7 +120,7 @@ def count_sent(parallel: DistributedDataParallel) -> list[int]:
 
 
 def expect_one_micro_batch(largest: int, most: int, graphs_held: int, given: str) -> None:
-    """Raise Wrong for a forward of more samples than one micro-batch has, or several graphs at once."""
+    """Raise Wrong for a forward of more samples than a micro-batch has, or several graphs at once."""
     if largest > most:
         raise Wrong(
             yours=f"a forward of {largest} samples at once",
@@ -152,7 +152,7 @@ class Augmented(Dataset):
 
 
 class Trainer:
-    """A run that notes which items each batch held, and the loss of each step."""
+    """A run that records which items were in each batch, and the loss of each step."""
 
     def __init__(self) -> None:
         self.model = nn.Sequential(
@@ -175,7 +175,7 @@ class Trainer:
 
 
 class ReadBacks(EagerDispatchMode):
-    """Counts what makes the host wait: values that go from ``device_type`` to the CPU."""
+    """Counts what makes the host wait: values that are copied from ``device_type`` to the CPU."""
 
     ASKING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select")
 
@@ -204,9 +204,9 @@ class ReadBacks(EagerDispatchMode):
 
 
 class Leaving(EagerDispatchMode):
-    """Counts the numbers of a recorded graph that are copied from each device to another.
+    """Counts the numbers in a recorded graph that are copied between each pair of devices.
 
-    What needs no gradient, such as labels in whatever form, is not counted.
+    Tensors that don't require a gradient, such as labels, aren't counted.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The course about itself: its routes and how far you are, and what it claims (``claims``)."""
+"""The course as a whole: its routes, your progress, and its claims (``claims``)."""
 
 from helpers.course.progress import go_on, overview, routes
 

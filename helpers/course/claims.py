@@ -75,7 +75,7 @@ def read(folder: Path | str = ".") -> list[Claim]:
 
 
 def lesson_of(notebook: Path) -> str:
-    """What a claim's ``lesson`` says: "01" for ``01_devices``, "old code" for ``appendix_old_code``."""
+    """The value of a claim's ``lesson``: "01" for ``01_devices``, "old code" for ``appendix_old_code``."""
     first, _, rest = notebook.stem.partition("_")
     return rest.replace("_", " ") if first == "appendix" else first
 

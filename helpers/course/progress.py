@@ -10,10 +10,10 @@ from vgpu.tables import Table
 
 # Name and audience, and lessons; an empty tuple means all of them.
 ROUTES = (
-    ("quick: from one GPU to many by the shortest way", ("00", "01", "04", "06", "07", "12")),
-    ("old code: and the appendix of that name", ("02", "03", "05")),
+    ("quick: the shortest way from one GPU to many", ("00", "01", "04", "06", "07", "12")),
+    ("old code: with the appendix of that name", ("02", "03", "05")),
     (
-        "large models: one GPU does not hold them",
+        "large models: too large for one GPU",
         ("06", "07", "08", "11", "12", "13", "14", "15", "16", "17", "18"),
     ),
     ("everything, in order", ()),
@@ -74,7 +74,7 @@ def go_on() -> str:
         left = [item.id for item in order if item.id not in done]
         return f"Still open: {', '.join(left)}." if left else "Every exercise is solved."
     lesson = int(later[0].id.split(".")[0])
-    return f"Go on in lesson {lesson:02d}, to exercise {later[0].id} · {later[0].title}."
+    return f"Continue in lesson {lesson:02d}, with exercise {later[0].id} · {later[0].title}."
 
 
 def _lessons(folder: Path | str) -> list[Path]:

@@ -18,8 +18,9 @@ from helpers.plots.dataparallel import (
     replica_sizes,
     share_bars,
     shares,
+    where_layers_run,
 )
-from helpers.plots.devices import memories, relabelled
+from helpers.plots.devices import memories, relabeled
 from helpers.plots.memory import (
     against_k,
     against_segments,
@@ -42,9 +43,17 @@ from helpers.plots.precision import (
 )
 from helpers.plots.schedules import schedule, schedules
 from helpers.plots.serving import forwards, latency_and_throughput, queues, token_times
-from helpers.plots.style import COLOURS, figure, show
+from helpers.plots.style import COLORS, figure, show
 from helpers.plots.timeline import timeline, timelines
-from helpers.plots.times import gained, goodput, parts_of_time, same_batch, split_sizes, split_times
+from helpers.plots.times import (
+    gained,
+    goodput,
+    parts_of_time,
+    same_batch,
+    speedups,
+    split_sizes,
+    split_times,
+)
 from helpers.plots.training import (
     by_batch,
     digit_grid,
@@ -56,7 +65,7 @@ from helpers.plots.training import (
 )
 
 __all__ = [
-    "COLOURS",
+    "COLORS",
     "against_k",
     "against_segments",
     "before_and_after",
@@ -97,7 +106,7 @@ __all__ = [
     "peaks_before_and_after",
     "peaks_by_cause",
     "queues",
-    "relabelled",
+    "relabeled",
     "repeated_times",
     "replica_sizes",
     "resumed_curves",
@@ -109,6 +118,7 @@ __all__ = [
     "share_bars",
     "shares",
     "show",
+    "speedups",
     "split_sizes",
     "split_times",
     "step_by_cause",
@@ -117,5 +127,6 @@ __all__ = [
     "timeline",
     "timelines",
     "token_times",
+    "where_layers_run",
     "who_holds",
 ]

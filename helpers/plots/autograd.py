@@ -7,7 +7,7 @@ import torch
 from matplotlib.axes import Axes
 
 from helpers.autograd_graph import Graph
-from helpers.plots.style import COLOURS, arrow, figure, headline, show, title
+from helpers.plots.style import COLORS, arrow, figure, headline, show, title
 
 _STEP = 1.5  # from one node to the next in a row; a row is 1 high
 
@@ -17,10 +17,12 @@ def gradients(
 ) -> None:
     """Two gradients of one function at ``x`` (N,), and its slope by finite differences."""
     fig, axes = figure(width=7.5, height=3.4)
-    axes.plot(x, right, color=COLOURS["blue"], label="written out of place")
-    axes.plot(x, wrong, color=COLOURS["vermilion"], linestyle="--", label="edited through .data")
+    axes.plot(x, right, color=COLORS["blue"], label="written out of place")
+    axes.plot(x, wrong, color=COLORS["vermilion"], linestyle="--", label="edited through .data")
     dots = slice(2, None, max(len(x) // 24, 1))
-    axes.plot(x[dots], slope[dots], "o", color=COLOURS["black"], ms=4, label="slope of the values")
+    if len(flat := x[slope.abs() < 1e-6]):
+        axes.text(flat.max(), 0.04, "flat: the slope is 0", ha="right", fontsize=9)
+    axes.plot(x[dots], slope[dots], "o", color=COLORS["black"], ms=4, label="slope of the values")
     axes.set(xlabel="x", ylabel="gradient dy/dx")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     title(
@@ -48,8 +50,8 @@ def kept_per_step(runs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
     )
     for (name, pairs), (left, right) in zip(runs.items(), panels, strict=True):
         steps = range(1, len(pairs) + 1)
-        left.bar(steps, [size / 2**10 for size, _ in pairs], color=COLOURS["vermilion"])
-        right.bar(steps, [nodes for _, nodes in pairs], color=COLOURS["blue"])
+        left.bar(steps, [size / 2**10 for size, _ in pairs], color=COLORS["vermilion"])
+        right.bar(steps, [nodes for _, nodes in pairs], color=COLORS["blue"])
         left.set_title(name, loc="left", fontsize=10)
         for axes, total in ((left, pairs[-1][0]), (right, pairs[-1][1])):
             if not total:
@@ -82,8 +84,8 @@ def graph_before_and_after(
     width = max(x for x, _ in places) - min(x for x, _ in places) + 2.4
     height = 1 - min(y for _, y in places)
     fig, axes = figure(width=8.5, height=0.5 + 0.62 * height)
-    # One pair of axes without ticks, placed by hand: a third of the time of two laid out ones, and
-    # the explorer draws this again at every choice.
+    # One Axes without ticks, placed by hand: it takes a third of the time of two with automatic
+    # layout, and the explorer redraws this at every choice.
     fig.set_layout_engine("none")
     axes.set_position((0, 0, 1, 1 - 0.3 / (0.5 + 0.62 * height)))
     axes.set(xticks=[], yticks=[], xlim=(0, 2 * width), ylim=(0.2 - height, 0.9))
@@ -113,7 +115,7 @@ def _draw(
 ) -> None:
     for index, node in enumerate(graph.nodes):
         kept = index in nodes
-        colour = COLOURS["green" if node.is_leaf else "blue"] if kept else COLOURS["grey"]
+        color = COLORS["green" if node.is_leaf else "blue"] if kept else COLORS["gray"]
         axes.text(
             *places[index],
             f"{node.label}.grad" if node.is_leaf else node.label,
@@ -123,15 +125,15 @@ def _draw(
             color="#FFFFFF" if kept else "#777777",
             bbox={
                 "boxstyle": "round,pad=0.35",
-                "facecolor": colour if kept else "#FFFFFF",
-                "edgecolor": colour,
+                "facecolor": color if kept else "#FFFFFF",
+                "edgecolor": color,
                 "linestyle": "-" if kept else "--",
             },
             zorder=3,
         )
         if " = " in node.label and not kept:
             x, y = places[index]
-            mark: Any = {"fontsize": 9, "fontweight": "bold", "color": COLOURS["vermilion"]}
+            mark: Any = {"fontsize": 9, "fontweight": "bold", "color": COLORS["vermilion"]}
             axes.text(x + 0.75, y, "✕ cut here", va="center", zorder=4, **mark)
     for number, edge in enumerate(graph.edges):
         kept = number in edges
@@ -149,7 +151,7 @@ def _draw(
 
 
 def _places(graph: Graph) -> list[tuple[float, float]]:
-    """Where each node stands: its depth downward, operations in the middle, leaves beside them."""
+    """Each node's position: the depth downward, operations in the middle, leaves next to them."""
     places: dict[int, tuple[float, float]] = {}
     for depth in range(max(node.depth for node in graph.nodes) + 1):
         level = [index for index, node in enumerate(graph.nodes) if node.depth == depth]
@@ -168,7 +170,7 @@ def _places(graph: Graph) -> list[tuple[float, float]]:
 
 
 def _bend(is_double: bool, start: tuple[float, float], end: tuple[float, float]) -> float:
-    """How far an arrow bows out: past the nodes between its ends, and beside its own double."""
+    """How far an arrow bends: around the nodes between its ends, and away from its own double."""
     if start[1] - end[1] > 1:
         return 0.22 if end[0] < start[0] else -0.22
     return 0.5 if is_double else 0.0

@@ -1,7 +1,7 @@
 """Figures of collectives and DDP: data before and after, a ring step by step, samplers, and bytes sent.
 
-In the lesson, rank r starts with small numbers times 10**r, so a number shows which ranks contributed to
-it: 110 is a sum over ranks 1 and 2. The colours of a cell are determined by its number.
+In the lesson, rank r starts with small numbers times 10**r, so a number shows which ranks
+contributed to it: 110 is a sum over ranks 1 and 2. A cell's colors are determined by its number.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.patches import Rectangle
 
-from helpers.plots.style import COLOURS, RANK_COLOURS, figure, show, title
+from helpers.plots.style import COLORS, RANK_COLORS, figure, show, title
 from vgpu.units import format_bytes, format_seconds
 
 _GAP = 2.2
@@ -23,13 +23,13 @@ Held = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 def origins(number: int) -> list[int]:
     """The ranks that contributed to a sum: the positions of its nonzero digits.
 
-    Raises ValueError for a negative number, and for one with more digits than there are colours.
+    Raises ValueError for a negative number, and for one with more digits than there are colors.
     """
     digits = str(number)
-    if not digits.isdecimal() or len(digits) > len(RANK_COLOURS):
+    if not digits.isdecimal() or len(digits) > len(RANK_COLORS):
         raise ValueError(
-            f"{number} is no number of this lesson: from 0, with up to {len(RANK_COLOURS)} digits, "
-            "one for each rank"
+            f"{number} isn't a number of this lesson: it must be at least 0, with up to "
+            f"{len(RANK_COLORS)} digits, one per rank"
         )
     return [rank for rank, digit in enumerate(reversed(digits)) if digit != "0"]
 
@@ -62,7 +62,7 @@ def before_and_after(held: dict[str, Held]) -> None:
         )
         axes.text(0, -0.72, "before", color="#666666", va="center")
         axes.text(start, -0.72, "after", color="#666666", va="center")
-        # The same scale in every figure of the lesson: a cell is a cell.
+        # The same scale in every figure of the lesson, so that all cells have the same size.
         axes.set(xlim=(-1.4, max(start + after_cells, 15)), ylim=(ranks - 0.4, -1.1))
         axes.axis("off")
         title(axes, name, f"values returned by {ranks} real ranks")
@@ -77,7 +77,7 @@ def before_and_after(held: dict[str, Held]) -> None:
     starts = ", ".join(str(_numbers(before)) for before, _ in next(iter(held.values())))
     show(
         fig,
-        f"Rows of cells, one a rank, before and after. The ranks start with {starts}; {summary}.",
+        f"Rows of cells, one per rank, before and after. The ranks start with {starts}; {summary}.",
     )
 
 
@@ -87,9 +87,9 @@ def busiest_rank(counted: dict[str, dict[int, float]]) -> None:
     ``counted`` maps the name of an algorithm to {number of ranks: multiple}.
     """
     fig, axes = figure(width=6.5, height=3.2)
-    looks = (("o", COLOURS["vermilion"]), ("s", COLOURS["blue"]))
-    for (name, points), (marker, colour) in zip(counted.items(), looks, strict=True):
-        axes.plot(list(points), list(points.values()), marker, color=colour, label=name)
+    looks = (("o", COLORS["vermilion"]), ("s", COLORS["blue"]))
+    for (name, points), (marker, color) in zip(counted.items(), looks, strict=True):
+        axes.plot(list(points), list(points.values()), marker, color=color, label=name)
     counts = sorted({count for points in counted.values() for count in points})
     fine = [counts[0] + index * (counts[-1] - counts[0]) / 100 for index in range(101)]
     axes.plot(fine, [n - 1 for n in fine], color=looks[0][1], lw=1, label="n - 1")
@@ -117,7 +117,7 @@ def ring(held: Sequence[Sequence[int]], sent: Sequence[int], message: str) -> No
     """
     ranks = len(held)
     fig, axes = figure(width=6.5, height=1.2 + 0.5 * ranks)
-    # More digits do not fit beside the arrows; the colours say the same.
+    # More digits don't fit next to the arrows; the colors say the same.
     for rank, numbers in enumerate(held):
         axes.text(-0.15, rank, f"rank {rank}", ha="right", va="center", in_layout=False)
         _row(axes, 0, rank, numbers, with_text=ranks <= 5)
@@ -126,7 +126,7 @@ def ring(held: Sequence[Sequence[int]], sent: Sequence[int], message: str) -> No
         axes.text(chunk + 0.46, -0.85, f"chunk {chunk}", ha="center", va="center", in_layout=False)
     axes.set(xlim=(-0.9, ranks), ylim=(ranks - 0.3, -1.1))
     axes.axis("off")
-    title(axes, message, "computed: every colour in a cell is a rank whose numbers it holds")
+    title(axes, message, "computed: every color in a cell is a rank whose numbers it holds")
     summary = "; ".join(f"rank {rank} holds {list(numbers)}" for rank, numbers in enumerate(held))
     moves = ", ".join(f"chunk {chunk} from rank {rank}" for rank, chunk in enumerate(sent))
     show(
@@ -138,12 +138,16 @@ def _numbers(tensor: torch.Tensor | None) -> list[int]:
     return [] if tensor is None else [int(number) for number in tensor.flatten().tolist()]
 
 
+# Under a number on several bands, whose edges would strike it through.
+_PLATE = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+
+
 def _row(
     axes: Axes, left: float, rank: int, numbers: Sequence[int], *, with_text: bool = True
 ) -> None:
-    """Cells side by side; each is cut into one band for every rank that its number holds."""
+    """Cells side by side, each divided into one band for every rank that contributed to its number."""
     width, height = 0.92, 0.8
-    bands, colours = [], []
+    bands, colors = [], []
     for index, number in enumerate(numbers):
         ranks_held = origins(number)
         for place, origin in enumerate(ranks_held):
@@ -152,7 +156,7 @@ def _row(
             bands.append(
                 [(left + index, top), (right, top), (right, bottom), (left + index, bottom)]
             )
-            colours.append(RANK_COLOURS[origin])
+            colors.append(RANK_COLORS[origin])
         if with_text:
             axes.text(
                 left + index + width / 2,
@@ -161,27 +165,28 @@ def _row(
                 ha="center",
                 va="center",
                 fontsize=9,
+                bbox=_PLATE if len(ranks_held) > 1 else None,
                 in_layout=False,  # inside its cell; measuring each would take most of the time
             )
-    axes.add_collection(PolyCollection(bands, facecolor=colours, edgecolor="none"))
+    axes.add_collection(PolyCollection(bands, facecolor=colors, edgecolor="none"))
 
 
 def _arrows(axes: Axes, sent: Sequence[int], ranks: int) -> None:
-    """Down from each rank to the next; the last one's leaves below and comes in from above."""
+    """Arrows down from each rank to the next; the last one's leaves at the bottom and enters at the top."""
     if not sent:
         return
     columns = [chunk + 0.75 for chunk in (*sent, sent[-1])]
     starts = [*range(ranks), -0.65]
     ends = [*range(1, ranks), ranks - 0.35, 0]
-    axes.vlines(columns, starts, ends, color=COLOURS["black"], lw=1.5, clip_on=False)
-    axes.plot(columns, ends, "v", color=COLOURS["black"], ms=5, clip_on=False)
+    axes.vlines(columns, starts, ends, color=COLORS["black"], lw=1.5, clip_on=False)
+    axes.plot(columns, ends, "v", color=COLORS["black"], ms=5, clip_on=False)
 
 
 def hands(parts: Sequence[Sequence[int]]) -> None:
     """The samples that a sampler gave to each rank; repeated samples are highlighted.
 
-    ``parts`` holds one list of sample numbers for each rank. A sample counts as dealt again where
-    the same one stands further left, or higher in the same column.
+    ``parts`` holds one list of sample numbers for each rank. A sample counts as dealt again if it
+    also appears further left, or higher in the same column.
     """
     longest = max((len(part) for part in parts), default=0)
     fig, axes = figure(width=1.6 + 0.8 * longest, height=0.9 + 0.5 * len(parts))
@@ -191,8 +196,8 @@ def hands(parts: Sequence[Sequence[int]]) -> None:
             if turn < len(part):
                 again = part[turn] in seen
                 seen.add(part[turn])
-                colour = COLOURS["vermilion"] if again else COLOURS["sky"]
-                axes.add_patch(Rectangle((turn - 0.45, rank - 0.4), 0.9, 0.8, color=colour))
+                color = COLORS["vermilion"] if again else COLORS["sky"]
+                axes.add_patch(Rectangle((turn - 0.45, rank - 0.4), 0.9, 0.8, color=color))
                 text = f"{part[turn]} again" if again else str(part[turn])
                 axes.text(turn, rank, text, ha="center", va="center", fontsize=10)
     axes.set(xlim=(-0.6, longest - 0.4), ylim=(len(parts) - 0.5, -0.5))
@@ -237,15 +242,15 @@ def interrupted(
 ) -> None:
     """Accuracy after each epoch, of an uninterrupted run and of one that was stopped and resumed.
 
-    Each run is a list of (number of ranks, accuracy between 0 and 1), one an epoch.
+    Each run is a list of (number of ranks, accuracy between 0 and 1), one per epoch.
     """
     fig, axes = figure(height=2.8)
     percent = [[100 * right for _, right in run] for run in (whole, resumed)]
-    axes.plot(percent[0], color=COLOURS["grey"], linewidth=6, alpha=0.5, label="undisturbed")
+    axes.plot(percent[0], color=COLORS["gray"], linewidth=6, alpha=0.5, label="undisturbed")
     before, after = range(stopped_after), range(stopped_after, len(resumed))
     for epochs, marker, name in ((before, "o", "two hosts"), (after, "s", "resumed in a cell")):
         axes.plot(epochs, [percent[1][e] for e in epochs], marker=marker, label=name)
-    axes.axvline(stopped_after - 0.5, color=COLOURS["black"], linewidth=1, linestyle="--")
+    axes.axvline(stopped_after - 0.5, color=COLORS["black"], linewidth=1, linestyle="--")
     axes.text(stopped_after - 0.45, min(percent[0]), "host 1 lost", va="bottom")
     axes.set(xlabel="epoch", ylabel="held-out digits right (%)")
     axes.legend(loc="lower right")
@@ -263,9 +268,9 @@ def latency_and_bandwidth(measured: Mapping[int, float], expected: Mapping[int, 
     fig, axes = figure(width=7.5, height=3.4)
     sizes = list(measured)
     axes.plot(
-        sizes, list(expected.values()), color=COLOURS["orange"], label="latency + bytes / bandwidth"
+        sizes, list(expected.values()), color=COLORS["orange"], label="latency + bytes / bandwidth"
     )
-    axes.plot(sizes, list(measured.values()), "o", color=COLOURS["blue"], label="measured")
+    axes.plot(sizes, list(measured.values()), "o", color=COLORS["blue"], label="measured")
     axes.set(xscale="log", yscale="log", xlabel="bytes of each rank", ylabel="seconds")
     axes.set_xticks(sizes[::2], [format_bytes(size) for size in sizes[::2]])
     axes.minorticks_off()

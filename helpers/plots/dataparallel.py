@@ -1,16 +1,16 @@
 """Figures of DataParallel: shares of a batch, the parts of a call, bytes per GPU, and times beside DDP."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import FancyBboxPatch, Rectangle
 from matplotlib.patheffects import withStroke
 
-from helpers.plots.memory import CAUSE_COLOURS, MIB
+from helpers.plots.memory import CAUSE_COLORS, MIB
 from helpers.plots.style import (
-    COLOURS,
+    COLORS,
     figure,
     headline,
     legend_beside,
@@ -35,21 +35,45 @@ def shares(runs: dict[int, list[tuple[torch.device, int]]]) -> None:
         samples = [0] * count
         for device, size in received:
             samples[device.index] += size
-        bars = axes.bar(range(count), samples, color=COLOURS["blue"], width=0.7)
+        bars = axes.bar(range(count), samples, color=COLORS["blue"], width=0.7)
         axes.bar_label(bars, fontsize=8 if count > 4 else 9, padding=2)
         axes.set_xticks(range(count))
         axes.set(xlim=(-0.8, max(count, 3) - 0.2), xlabel=f"GPU (of {count})")
-        texts.append(f"Of {count} GPUs: {', '.join(map(str, samples))}.")
+        texts.append(f"Of {count} GPU{'s' if count > 1 else ''}: {', '.join(map(str, samples))}.")
         axes.grid(axis="x", visible=False)
     panels[0][0].set_ylabel("samples received")
     headline(fig, "Every GPU gets a share of the batch", "counted by a hook")
     show(fig, f"Bars of samples by GPU. {' '.join(texts)}")
 
 
+def where_layers_run(ways: Mapping[str, Collection[tuple[str, str, int]]]) -> None:
+    """A panel per way, a row per layer, a column per GPU: how many samples the layer sees there.
+
+    ways: name → (GPU, layer, samples), as noted by hooks.
+    """
+    fig, panels = figure(1, len(ways), width=8.5, height=2.1, sharey=True, squeeze=False)
+    texts = []
+    for axes, (way, seen) in zip(panels[0], ways.items(), strict=True):
+        gpus = sorted({gpu for gpu, *_ in seen})
+        layers = sorted({layer for _, layer, _ in seen})
+        for gpu, layer, samples in seen:
+            x, y = gpus.index(gpu), layers.index(layer)
+            axes.add_patch(Rectangle((x - 0.45, y - 0.4), 0.9, 0.8, color=COLORS["sky"]))
+            axes.text(x, y, f"{samples} samples", ha="center", va="center")
+        axes.set(xlim=(-0.6, len(gpus) - 0.4), ylim=(len(layers) - 0.4, -0.6))
+        axes.set_xticks(range(len(gpus)), gpus)
+        axes.set_yticks(range(len(layers)), layers)
+        axes.grid(visible=False)
+        axes.set_title(way, fontweight="bold")
+        where = (f"{layer} on {gpu} sees {samples} samples" for gpu, layer, samples in sorted(seen))
+        texts.append(f"{way}: {', '.join(where)}.")
+    show(fig, f"A box where a layer runs. {' '.join(texts)}")
+
+
 def share_bars(sizes: Sequence[int]) -> None:
     """One bar per GPU: its share of a batch; idle GPUs are marked."""
     fig, axes = figure(width=7.5, height=2.6)
-    bars = axes.bar(range(len(sizes)), sizes, color=COLOURS["blue"], width=0.7)
+    bars = axes.bar(range(len(sizes)), sizes, color=COLORS["blue"], width=0.7)
     axes.bar_label(bars, [str(size) if size else "idle" for size in sizes], padding=2)
     axes.set_xticks(range(len(sizes)), [f"GPU {index}" for index in range(len(sizes))])
     axes.set(ylabel="samples", ylim=(0, max(sizes) * 1.2))
@@ -71,8 +95,8 @@ def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> N
         for index, received in enumerate(batches):
             bottom = 0
             for order, (_, size) in enumerate(sorted(received, key=lambda r: r[0].index)):
-                colour = COLOURS["blue"] if order % 2 == 0 else COLOURS["sky"]
-                axes.bar(index + 1, size, 0.7, bottom, color=colour, edgecolor="white")
+                color = COLORS["blue"] if order % 2 == 0 else COLORS["sky"]
+                axes.bar(index + 1, size, 0.7, bottom, color=color, edgecolor="white")
                 axes.text(
                     index + 1,
                     bottom + size / 2,
@@ -83,21 +107,27 @@ def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> N
                     color="white" if order % 2 == 0 else "black",
                 )
                 bottom += size
+            if idle := count - len(received):
+                axes.text(index + 1, bottom + 0.4, f"{idle} idle", ha="center", fontsize=8)
         axes.set_xticks(range(1, len(batches) + 1))
         axes.set_xlabel(f"batch ({count} GPU{'s' if count > 1 else ''})")
         cuts = ("+".join(str(size) for _, size in received) for received in batches)
         texts.append(f"{count} GPU{'s' if count > 1 else ''}: {', '.join(cuts)}.")
         axes.grid(axis="x", visible=False)
     panels[0][0].set_ylabel("samples")
-    headline(fig, "The batch is whole outside and split inside", "counted in forward, GPU 0 lowest")
-    show(fig, f"Stacked bars of samples, one a batch, cut by GPU. {' '.join(texts)}")
+    headline(
+        fig,
+        "The batch is whole outside and split inside",
+        "counted in forward, GPU 0 at the bottom",
+    )
+    show(fig, f"Stacked bars of samples, one per batch, split by GPU. {' '.join(texts)}")
 
 
-# What a Snapshot of an iteration tells apart.
+# The causes in a Snapshot of an iteration.
 _CAUSES = ("parameters", "inputs", "replicas", "outputs", "gradients", "optimizer state", OTHER)
 
 
-# Columns of the drawing of one call, and the part that leads from each to the next.
+# Columns of the drawing of a call, and the step that leads from each to the next.
 _COLUMNS = ("batch", "scatter", "replicate", "parallel_apply", "gather", "backward, reduce")
 
 
@@ -117,10 +147,10 @@ def four_parts(
     gpus = [chunk.device for chunk in chunks]
     columns = _COLUMNS if backward else _COLUMNS[:-1]
     fig, axes = figure(width=1.5 * len(columns), height=1.1 + 0.85 * len(gpus))
-    _box(axes, 0, 0, f"batch\n{len(output)} × {chunks[0].shape[1]}", "grey")
+    _box(axes, 0, 0, f"batch\n{len(output)} × {chunks[0].shape[1]}", "gray")
     for row, (gpu, chunk, out) in enumerate(zip(gpus, chunks, outputs, strict=True)):
         axes.text(-0.55, row, str(gpu), ha="right", va="center", fontweight="bold")
-        _box(axes, 1, row, f"chunk\n{_by(chunk)}", "grey")
+        _box(axes, 1, row, f"chunk\n{_by(chunk)}", "gray")
         what = "your model" if row == 0 else "a copy"
         _box(axes, 2, row, f"{what}\n{weights[row]:,} weights", "blue" if row == 0 else "sky")
         _box(axes, 3, row, f"output\n{_by(out)}", "orange")
@@ -166,16 +196,16 @@ def _by(tensor: torch.Tensor) -> str:
     return " × ".join(map(str, tensor.shape))
 
 
-def _box(axes: Axes, column: int, row: int, text: str, colour: str) -> None:
+def _box(axes: Axes, column: int, row: int, text: str, color: str) -> None:
     axes.add_patch(
         FancyBboxPatch(
             (column - 0.34, row - 0.24),
             0.68,
             0.48,
             boxstyle="round,pad=0.03",
-            facecolor=COLOURS[colour],
+            facecolor=COLORS[color],
             alpha=0.35,
-            edgecolor=COLOURS[colour],
+            edgecolor=COLORS[color],
         )
     )
     axes.text(column, row, text, ha="center", va="center", fontsize=8)
@@ -204,10 +234,10 @@ def iteration(steps: Sequence[Snapshot]) -> None:
             cause: [step.by_cause[gpu].get(cause, 0) / MIB for step in steps]
             for cause in steps[-1].by_cause[gpu]
         }
-        stacked_bars(axes, range(len(steps)), sizes, CAUSE_COLOURS, width=0.7)
+        stacked_bars(axes, range(len(steps)), sizes, CAUSE_COLORS, width=0.7)
         peaks = [step.peak_bytes[gpu] / MIB for step in steps]
         places = range(len(steps))
-        # Its rim keeps the mark apart from dark parts of a bar.
+        # Its outline sets the mark off from dark parts of a bar.
         rim = [withStroke(linewidth=4, foreground="white")]
         ends = [x - 0.42 for x in places], [x + 0.42 for x in places]
         axes.hlines(peaks, *ends, color="black", path_effects=rim)
@@ -242,9 +272,9 @@ def one_step(step: Snapshot, most_bytes: int) -> None:
     """One moment: a bar for each GPU, MiB by cause; ``most_bytes`` fixes the axis."""
     fig, axes = figure(width=7.5, height=0.8 + 0.55 * len(step.by_cause))
     gpus = list(step.by_cause)[::-1]
-    # Every cause, present or not: the legend stays as it is from step to step.
+    # Every cause, present or not, so that the legend is the same for every step.
     sizes = {cause: [step.by_cause[gpu].get(cause, 0) / MIB for gpu in gpus] for cause in _CAUSES}
-    stacked_bars(axes, range(len(gpus)), sizes, CAUSE_COLOURS, across=True)
+    stacked_bars(axes, range(len(gpus)), sizes, CAUSE_COLORS, across=True)
     axes.set_yticks(range(len(gpus)), [str(gpu) for gpu in gpus])
     axes.set(xlim=(0, most_bytes / MIB * 1.02), xlabel="MiB, counted")
     legend_beside(axes)
@@ -266,10 +296,10 @@ def peaks_before_and_after(
     """Peak bytes of each GPU with the loss outside the model, and inside its forward."""
     fig, axes = figure(width=7, height=3)
     for index, gpu in enumerate(gpus):
-        colour = COLOURS["vermilion"] if index == 0 else COLOURS["blue"]
+        color = COLORS["vermilion"] if index == 0 else COLORS["blue"]
         places = [index * 0.4, index * 0.4 + len(gpus) * 0.4 + 0.4]
         sizes = [outside[index] / MIB, inside[index] / MIB]
-        bars: Any = axes.bar(places, sizes, 0.36, color=colour, label=str(gpu))
+        bars: Any = axes.bar(places, sizes, 0.36, color=color, label=str(gpu))
         axes.bar_label(bars, fmt="%.1f", padding=2)
     middle = (len(gpus) - 1) * 0.2
     axes.set_xticks(
@@ -279,7 +309,7 @@ def peaks_before_and_after(
     axes.set(ylabel="peak of one step, MiB", ylim=(0, max(outside) / MIB * 1.15))
     axes.grid(axis="x", visible=False)
     axes.legend()
-    headline(fig, "Returning the loss from forward evens the memory out", "counted")
+    headline(fig, "Returning the loss from forward evens out the memory", "counted")
     each = "; ".join(
         f"{gpu} {format_bytes(before)} with the loss outside, {format_bytes(after)} in forward"
         for gpu, before, after in zip(gpus, outside, inside, strict=True)
@@ -299,14 +329,14 @@ def data_parallel_against_ddp(
     """One iteration by number of GPUs; ``times_s[count]`` is (DataParallel's seconds, DDP's)."""
     counts = sorted(times_s)
     fig, (left, right) = figure(1, 2, width=9, height=3.2)
-    for way, (name, marker, colour) in enumerate(
+    for way, (name, marker, color) in enumerate(
         (("DataParallel", "s-", "orange"), ("DDP", "o-", "blue"))
     ):
         each_s = [times_s[count][way] for count in counts]
-        look: Any = {"color": COLOURS[colour], "label": name}
+        look: Any = {"color": COLORS[color], "label": name}
         left.plot(counts, [1e3 * time_s for time_s in each_s], marker, **look)
         right.plot(counts, [each_s[0] / time_s for time_s in each_s], marker, **look)
-    right.plot(counts, [n / counts[0] for n in counts], "--", color=COLOURS["grey"], label="ideal")
+    right.plot(counts, [n / counts[0] for n in counts], "--", color=COLORS["gray"], label="ideal")
     for axes in (left, right):
         log2_ticks(axes, counts)
         axes.set(ylim=(0, None), xlabel="GPUs")

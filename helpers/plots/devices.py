@@ -7,7 +7,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch
 
-from helpers.plots.style import COLOURS, arrow, figure, headline, show, title
+from helpers.plots.style import COLORS, arrow, figure, headline, show, title
 
 _BOX: Any = {"boxstyle": "round,pad=0.02,rounding_size=0.06", "linewidth": 1.2}
 
@@ -16,10 +16,11 @@ def memories(
     tensors: Mapping[str, torch.Tensor],
     gpus: Sequence[torch.device],
     copies: Sequence[tuple[str, str]] = (),
+    heading: str = "A copy is another tensor",
 ) -> None:
-    """The machine's memories as boxes, the tensors in the one that each is in, copies as arrows.
+    """The machine's memories as boxes, each with its tensors, and copies as arrows.
 
-    copies: pairs of names, from and to. Two names of one tensor share a box.
+    copies: pairs of names, from and to. Two names for one tensor share a box.
     """
     devices = [torch.device("cpu"), *gpus]
     places = _in_memories(tensors, devices)
@@ -32,21 +33,21 @@ def memories(
         axes.add_patch(FancyBboxPatch(corner, 2.5, 1.7, fc="#F5F5F5", ec="#999999", **_BOX))
         axes.text(3 * column + 1.5, 2.62, name, ha="center", fontsize=10)
     for (x, y), names in places.items():
-        colour = COLOURS["orange" if x < 3 else "blue"]
-        axes.add_patch(FancyBboxPatch((x - 0.9, y - 0.25), 1.8, 0.5, fc="white", ec=colour, **_BOX))
+        color = COLORS["orange" if x < 3 else "blue"]
+        axes.add_patch(FancyBboxPatch((x - 0.9, y - 0.25), 1.8, 0.5, fc="white", ec=color, **_BOX))
         shape = tuple(tensors[names[0]].shape)
         axes.text(x, y, f"{', '.join(names)}  {shape}", ha="center", va="center", fontsize=10)
     where = {name: place for place, names in places.items() for name in names}
     for source, target in copies:
         (x, y), (end, level) = where[source], where[target]
         _copy(axes, (x, y), (end, level))
-    title(axes, "A copy is another tensor", "devices as PyTorch names them")
+    title(axes, heading, "devices as PyTorch names them")
     sentences = [f"{' and '.join(names)} in {_memory(x)}" for (x, _), names in places.items()]
     arrows = "".join(f"; an arrow from {a} to {b}" for a, b in copies)
     show(fig, f"The memories of the machine as boxes: {'; '.join(sentences)}{arrows}.")
 
 
-def relabelled(seen: Mapping[str, Sequence[int]], cards: int) -> None:
+def relabeled(seen: Mapping[str, Sequence[int]], cards: int) -> None:
     """For each value of CUDA_VISIBLE_DEVICES: the physical GPUs, and the ordinal of each.
 
     seen: value → the physical GPUs of ``cuda:0``, ``cuda:1`` and so on.
@@ -57,14 +58,14 @@ def relabelled(seen: Mapping[str, Sequence[int]], cards: int) -> None:
         axes.set_axis_off()
         axes.set_title(f'"{value}"', loc="center")
         for card in range(cards):
-            colour = COLOURS["blue" if card in chosen else "grey"]
-            _label(axes, card, 1.2, f"card\n{card}", colour, filled=card in chosen)
+            color = COLORS["blue" if card in chosen else "gray"]
+            _label(axes, card, 1.2, f"card\n{card}", color, filled=card in chosen)
         for ordinal, card in enumerate(chosen):
-            _label(axes, ordinal, 0, f"cuda:\n{ordinal}", COLOURS["vermilion"], filled=False)
+            _label(axes, ordinal, 0, f"cuda:\n{ordinal}", COLORS["vermilion"], filled=False)
             arrow(axes, (ordinal, 0.3), (card, 0.9))
         if not chosen:
             axes.text((cards - 1) / 2, 0, "no GPU is seen", ha="center", va="center")
-    headline(fig, "Each visible card gets the ordinal of its place in the list", "read by PyTorch")
+    headline(fig, "The ordinal is the place in the list", "read by PyTorch")
     lists = (
         f'"{value}": '
         + (", ".join(f"cuda:{n} is card {c}" for n, c in enumerate(chosen)) or "none")
@@ -76,7 +77,7 @@ def relabelled(seen: Mapping[str, Sequence[int]], cards: int) -> None:
 def _in_memories(
     tensors: Mapping[str, torch.Tensor], devices: Sequence[torch.device]
 ) -> dict[tuple[float, float], list[str]]:
-    """Centre of a box → the names of the tensor in it."""
+    """Center of a box → the names of the tensor in it."""
     places: dict[tuple[float, float], list[str]] = {}
     known: dict[int, tuple[float, float]] = {}
     filled = [0] * len(devices)
@@ -90,18 +91,18 @@ def _in_memories(
 
 
 def _copy(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    """An arrow from one box to another; past a memory between them it goes underneath."""
+    """An arrow from one box to another; it passes below any memory in between."""
     (x, y), (goal, level) = start, end
     side = 0.95 if goal > x else -0.95
     text: Any = {"ha": "center", "color": "#B04000"}
     if abs(goal - x) <= 3:
-        arrow(axes, (x + side, y), (goal - side, level), COLOURS["vermilion"])
+        arrow(axes, (x + side, y), (goal - side, level), COLORS["vermilion"])
         axes.text((x + goal) / 2, (y + level) / 2 + 0.14, ".to", **text)
         return
     below = 0.45
-    line: Any = {"color": COLOURS["vermilion"], "linewidth": 1.2, "zorder": 2}
+    line: Any = {"color": COLORS["vermilion"], "linewidth": 1.2, "zorder": 2}
     axes.plot([x, x, goal], [y - 0.27, below, below], **line)
-    arrow(axes, (goal, below), (goal, level - 0.25), COLOURS["vermilion"])
+    arrow(axes, (goal, below), (goal, level - 0.25), COLORS["vermilion"])
     axes.text((x + goal) / 2, below - 0.25, ".to", **text)
 
 
@@ -109,7 +110,7 @@ def _memory(x: float) -> str:
     return "main memory" if x < 3 else f"the memory of GPU {int(x // 3) - 1}"
 
 
-def _label(axes: Axes, x: float, y: float, text: str, colour: str, filled: bool) -> None:
-    box: Any = {"boxstyle": "round,pad=0.25", "fc": colour if filled else "white", "ec": colour}
+def _label(axes: Axes, x: float, y: float, text: str, color: str, filled: bool) -> None:
+    box: Any = {"boxstyle": "round,pad=0.25", "fc": color if filled else "white", "ec": color}
     ink = "white" if filled else "black"
     axes.text(x, y, text, ha="center", va="center", fontsize=9, color=ink, bbox=box, zorder=3)

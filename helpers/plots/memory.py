@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.patches import Rectangle
 
 from helpers.plots.style import (
-    COLOURS,
+    COLORS,
     figure,
     headline,
     legend_beside,
@@ -19,25 +19,26 @@ from helpers.plots.style import (
 from vgpu.profiling.memory import ACTIVATIONS, OTHER, TEMPORARY, StepRecord
 
 MIB, _GIB = 2**20, 2**30
-_UNITS = {"GB": 1e9, "GiB": _GIB}
-# A cause has one colour in all figures, and bars stack in this order.
-CAUSE_COLOURS = {
-    "parameters": COLOURS["blue"],
-    "optimizer state": COLOURS["purple"],
-    "inputs": COLOURS["black"],
-    "gradients": COLOURS["vermilion"],
-    "replicas": COLOURS["sky"],
-    "gathered": COLOURS["sky"],
-    "gathered parameters": COLOURS["sky"],
-    "gradients, gathered parameters, activations": COLOURS["sky"],
-    ACTIVATIONS: COLOURS["orange"],
-    "outputs": COLOURS["orange"],
-    TEMPORARY: COLOURS["grey"],
-    OTHER: COLOURS["grey"],
+_UNITS = {"GB": 1e9, "GiB": _GIB, "MiB": MIB}
+# A cause has one color in all figures, and bars stack in this order.
+CAUSE_COLORS = {
+    "parameters": COLORS["blue"],
+    "optimizer state": COLORS["purple"],
+    "inputs": COLORS["yellow"],
+    "gradients": COLORS["vermilion"],
+    "replicas": COLORS["sky"],
+    "gathered": COLORS["sky"],
+    "KV cache": COLORS["green"],
+    "gathered parameters": COLORS["sky"],
+    "gradients, gathered parameters, activations": COLORS["sky"],
+    ACTIVATIONS: COLORS["orange"],
+    "outputs": COLORS["orange"],
+    TEMPORARY: COLORS["gray"],
+    OTHER: COLORS["gray"],
 }
-# Those that a StepRecord tells apart.
+# The causes in a StepRecord.
 _STEP_CAUSES = ("parameters", "optimizer state", "inputs", "gradients", ACTIVATIONS, TEMPORARY)
-_OF_MODULE = [COLOURS[name] for name in ("sky", "blue", "green", "yellow", "orange", "purple")]
+_OF_MODULE = [COLORS[name] for name in ("sky", "blue", "green", "yellow", "orange", "purple")]
 
 
 def step_by_cause(record: StepRecord) -> None:
@@ -83,7 +84,7 @@ def step_by_module(record: StepRecord) -> None:
     ]
     show(
         fig,
-        "Area of the activations over the operations of a step, by module. What is made last is "
+        "Area of the activations over the operations of a step, by module. What's created last is "
         f"freed first. At most, in MiB: module {', '.join(lives)}.",
     )
 
@@ -93,7 +94,7 @@ def peaks_by_cause(records: Mapping[str, StepRecord]) -> None:
     fig, axes = figure(width=8, height=0.9 + 0.5 * len(records))
     peaks = [record.peak for record in records.values()][::-1]
     sizes = {cause: [peak.by_cause[cause] / MIB for peak in peaks] for cause in _STEP_CAUSES}
-    ends = stacked_bars(axes, range(len(peaks)), sizes, CAUSE_COLOURS, across=True)
+    ends = stacked_bars(axes, range(len(peaks)), sizes, CAUSE_COLORS, across=True)
     for place, (peak, end) in enumerate(zip(peaks, ends, strict=True)):
         axes.text(end, place, f" {end:.1f}, in {peak.phase}", va="center", fontsize=8)
     axes.set_yticks(range(len(peaks)), list(records)[::-1])
@@ -110,12 +111,12 @@ def peaks_by_cause(records: Mapping[str, StepRecord]) -> None:
 def against_k(peaks: Mapping[int, int], times_s: Mapping[int, float], gpu: str) -> None:
     """Two panels by the number k of small batches: peak bytes, and time relative to the shortest."""
     fig, (left, right) = figure(1, 2, width=8, height=3)
-    left.plot(list(peaks), [size / MIB for size in peaks.values()], "o-", color=COLOURS["blue"])
+    left.plot(list(peaks), [size / MIB for size in peaks.values()], "o-", color=COLORS["blue"])
     left.set(ylabel="peak of one step, MiB", ylim=(0, None))
     title(left, "Less memory", "bytes counted")
     shortest_s = min(times_s.values())
     ratios = [time_s / shortest_s for time_s in times_s.values()]
-    right.plot(list(times_s), ratios, "o-", color=COLOURS["orange"])
+    right.plot(list(times_s), ratios, "o-", color=COLORS["orange"])
     right.set(ylabel="time, the shortest is 1", ylim=(0, None))
     title(right, "Eventually, more time", f"virtual time, {gpu}")
     for axes in (left, right):
@@ -135,19 +136,19 @@ def against_segments(
     """Peaks against segments of several networks: {name: {segments: layer outputs at once}}.
 
     predicted: the same by a formula, dashed. Without it, the axis of the peaks is logarithmic,
-    since networks whose layers save more lie far above the others.
+    since networks whose layers save more are far above the others.
     """
     fig, axes = figure(width=8, height=3.8)
-    colours = [COLOURS[name] for name in ("orange", "green", "blue")]
-    for (name, curve), colour in zip(counted.items(), colours, strict=False):
+    colors = [COLORS[name] for name in ("orange", "green", "blue")]
+    for (name, curve), color in zip(counted.items(), colors, strict=False):
         best = min(curve, key=lambda segments: curve[segments])
         style = "o" if predicted else "o-"
         label = f"{name}: best {best}"
-        axes.plot(list(curve), list(curve.values()), style, color=colour, label=label)
+        axes.plot(list(curve), list(curve.values()), style, color=color, label=label)
         if predicted:
             line = predicted[name]
-            axes.plot(list(line), list(line.values()), "--", color=colour, linewidth=1)
-        axes.plot([best], [curve[best]], "o", ms=13, mfc="none", color=colour)
+            axes.plot(list(line), list(line.values()), "--", color=color, linewidth=1)
+        axes.plot([best], [curve[best]], "o", ms=13, mfc="none", color=color)
     axes.set_xscale("log", base=2)
     ticks = sorted({segments for curve in counted.values() for segments in curve})
     axes.set_xticks(ticks, _apart(ticks), fontsize=8)
@@ -208,8 +209,8 @@ def fitting(peaks: Mapping[str, int], capacity_bytes: int) -> None:
     fig, axes = figure(width=8, height=2.6)
     names, sizes = list(peaks)[::-1], [size / MIB for size in peaks.values()][::-1]
     limit = capacity_bytes / MIB
-    colours = [COLOURS["vermilion" if size > limit else "blue"] for size in sizes]
-    bars: Any = axes.barh(names, sizes, 0.6, color=colours)
+    colors = [COLORS["vermilion" if size > limit else "blue"] for size in sizes]
+    bars: Any = axes.barh(names, sizes, 0.6, color=colors)
     axes.bar_label(bars, fmt="%.0f", padding=3)
     axes.axvline(limit, color="black", linestyle="--", linewidth=1)
     among = axes.get_xaxis_transform()
@@ -224,13 +225,13 @@ def fitting(peaks: Mapping[str, int], capacity_bytes: int) -> None:
 def _step_areas(axes: Any, record: StepRecord) -> None:
     """MiB by cause over the operations of a step, and its phases."""
     sizes = {cause: [m.by_cause[cause] / MIB for m in record.moments] for cause in _STEP_CAUSES}
-    _areas(axes, sizes, [CAUSE_COLOURS[cause] for cause in _STEP_CAUSES])
+    _areas(axes, sizes, [CAUSE_COLORS[cause] for cause in _STEP_CAUSES])
     _phases(axes, record)
 
 
-def _areas(axes: Any, sizes: Mapping[str, Sequence[float]], colours: Sequence[str]) -> None:
+def _areas(axes: Any, sizes: Mapping[str, Sequence[float]], colors: Sequence[str]) -> None:
     places = range(len(next(iter(sizes.values()))))
-    axes.stackplot(places, *sizes.values(), colors=colours, labels=list(sizes), step="post")
+    axes.stackplot(places, *sizes.values(), colors=colors, labels=list(sizes), step="post")
     axes.set_ylabel("MiB")
     axes.margins(x=0)
     axes.grid(axis="x", visible=False)
@@ -238,7 +239,7 @@ def _areas(axes: Any, sizes: Mapping[str, Sequence[float]], colours: Sequence[st
 
 
 def _phases(axes: Any, record: StepRecord) -> None:
-    """A thin line where a phase begins, and its name above."""
+    """A thin line where each phase starts, with its name above."""
     phases = [moment.phase for moment in record.moments]
     starts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(phases)) if a != b), len(phases)]
     for start, end in pairwise(starts):
@@ -272,15 +273,15 @@ def held_by_cause(
     how: str = "bytes counted, shapes only",
     unit: str = "GB",
 ) -> None:
-    """A bar for each way: the bytes of one GPU by cause, in GB or GiB; dashed, what a GPU has."""
+    """A bar for each way: the bytes of one GPU by cause, in GB, GiB or MiB; dashed: its capacity."""
     fig, axes = figure(width=8, height=1.1 + 0.45 * len(held))
     names = list(held)[::-1]
     sizes = {
         cause: [held[name].get(cause, 0) / _UNITS[unit] for name in names]
-        for cause in CAUSE_COLOURS
+        for cause in CAUSE_COLORS
         if any(causes.get(cause) for causes in held.values())
     }
-    ends = stacked_bars(axes, range(len(names)), sizes, CAUSE_COLOURS, across=True)
+    ends = stacked_bars(axes, range(len(names)), sizes, CAUSE_COLORS, across=True)
     widest = max(ends)
     room = ""
     if capacity_bytes is not None:
@@ -296,7 +297,7 @@ def held_by_cause(
             textcoords="offset points",
             va="center",
             fontsize=9,
-            # The dashed line may run behind it.
+            # The dashed line may run behind the text.
             bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "linewidth": 0},
         )
     axes.set_yticks(range(len(names)), names)
@@ -310,9 +311,9 @@ def held_by_cause(
 
 
 def who_holds(cut: Mapping[str, Sequence[str]], gpus: int) -> None:
-    """A panel for each way, a column for each GPU: which part of each cause it has.
+    """A panel for each way, with a column for each GPU: which part of each cause it holds.
 
-    cut: for each way, the causes that are cut; the others are whole on every GPU.
+    cut: for each way, the causes that are sharded; the others are whole on every GPU.
     """
     causes = ["parameters", "gradients", "optimizer state"]
     fig, grid = figure(1, len(cut), width=8.5, height=2.5, sharey=True)
@@ -322,7 +323,7 @@ def who_holds(cut: Mapping[str, Sequence[str]], gpus: int) -> None:
                 whole = cause not in parts
                 axes.add_patch(Rectangle((gpu, row), 0.8, 0.8, fill=False, edgecolor="#BBBBBB"))
                 low, height = (row, 0.8) if whole else (row + 0.8 * gpu / gpus, 0.8 / gpus)
-                axes.add_patch(Rectangle((gpu, low), 0.8, height, color=CAUSE_COLOURS[cause]))
+                axes.add_patch(Rectangle((gpu, low), 0.8, height, color=CAUSE_COLORS[cause]))
         axes.set(xlim=(-0.2, gpus), ylim=(len(causes), -0.2))
         axes.set_xticks([gpu + 0.4 for gpu in range(gpus)], [str(gpu) for gpu in range(gpus)])
         axes.set_yticks([row + 0.4 for row in range(len(causes))], causes)
@@ -340,15 +341,19 @@ def who_holds(cut: Mapping[str, Sequence[str]], gpus: int) -> None:
 def memory_over_step(sizes: Mapping[str, Sequence[int]]) -> None:
     """A curve for each way: the bytes of one GPU after each allocation and free of a step."""
     fig, axes = figure(width=8.5, height=3.6)
-    colours = [COLOURS[name] for name in ("black", "vermilion", "blue", "green", "purple")]
-    for (name, curve), colour in zip(sizes.items(), colours, strict=False):
+    colors = [COLORS[name] for name in ("black", "vermilion", "blue", "green", "purple")]
+    for (name, curve), color in zip(sizes.items(), colors, strict=False):
         places = [index / max(len(curve) - 1, 1) for index in range(len(curve))]
         label = f"{name}: peak {max(curve) / _GIB:.1f} GiB"
-        axes.plot(places, [size / _GIB for size in curve], color=colour, label=label, linewidth=1.2)
+        axes.plot(places, [size / _GIB for size in curve], color=color, label=label, linewidth=1.2)
     axes.set(xlim=(0, 1), ylim=(0, None))
     axes.set_xticks([0, 1], ["the step begins", "it ends"])
     axes.set_ylabel("GiB on one GPU")
     legend_beside(axes)
-    title(axes, "What is whole, and for how long", "bytes counted at each allocation")
+    title(
+        axes,
+        "Wrap each part: only one or two are whole at a time",
+        "bytes counted at each allocation",
+    )
     summary = ", ".join(f"{name} {max(curve) / _GIB:.1f}" for name, curve in sizes.items())
     show(fig, f"Curves of the bytes on one GPU over a training step. Peaks in GiB: {summary}.")

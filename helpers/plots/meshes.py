@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.patches import Rectangle
 
-from helpers.plots.style import COLOURS, RANK_COLOURS, figure, headline, show, title
+from helpers.plots.style import COLORS, RANK_COLORS, figure, headline, show, title
 
 Groups = Sequence[Sequence[int]]
 
@@ -21,8 +21,9 @@ _MOST_LABELS = 32  # drawing a number in each of more cells takes most of the ti
 def mesh(groups: Mapping[str, Groups], gpus_per_host: int, how: str = "counted") -> None:
     """Each dimension's groups, drawn on hosts (rows) and their GPUs (cells with their ranks).
 
-    groups: of each dimension, lists of ranks. With up to eight groups each has a colour; with more,
-    only the first one, rank 0's. On more than 32 GPUs only that group's cells have their numbers.
+    groups: for each dimension, lists of ranks. With up to eight groups, each has a color; with
+    more, only the first one, rank 0's. With more than 32 GPUs, only that group's cells are
+    numbered.
     """
     hosts = 1 + max(max(group) for group in next(iter(groups.values()))) // gpus_per_host
     columns = min(len(groups), 4)
@@ -55,21 +56,21 @@ def mesh(groups: Mapping[str, Groups], gpus_per_host: int, how: str = "counted")
 
 
 def _draw_groups(axes: Axes, groups: Groups, gpus_per_host: int) -> None:
-    cells, colours = [], []
-    several = len(groups) <= len(RANK_COLOURS)
+    cells, colors = [], []
+    several = len(groups) <= len(RANK_COLORS)
     with_all_ranks = len(groups) * len(groups[0]) <= _MOST_LABELS
     for number, group in enumerate(groups):
-        colour = RANK_COLOURS[number] if several or number == 0 else _OTHERS
+        color = RANK_COLORS[number] if several or number == 0 else _OTHERS
         for rank in group:
             host, place = divmod(rank, gpus_per_host)
             left, right, top, bottom = place - 0.45, place + 0.45, host - 0.45, host + 0.45
             cells.append([(left, top), (right, top), (right, bottom), (left, bottom)])
-            colours.append(colour)
+            colors.append(color)
             if with_all_ranks or number == 0:
                 axes.text(
                     place, host, str(rank), ha="center", va="center", fontsize=7, in_layout=False
                 )
-    axes.add_collection(PolyCollection(cells, facecolor=colours, edgecolor="none"))
+    axes.add_collection(PolyCollection(cells, facecolor=colors, edgecolor="none"))
 
 
 def ring_work(work: Mapping[str, Sequence[Sequence[float]]], unit: str) -> None:
@@ -103,16 +104,16 @@ def ring_work(work: Mapping[str, Sequence[Sequence[float]]], unit: str) -> None:
 
 
 def expert_load(tokens: Sequence[int], experts_per_rank: int, capacity: int | None = None) -> None:
-    """Tokens sent to each expert, coloured by the expert's rank, and its capacity."""
+    """Tokens sent to each expert, colored by the expert's rank, and its capacity."""
     fig, axes = figure(width=7.0, height=2.9)
     ranks = len(tokens) // experts_per_rank
-    colours = [RANK_COLOURS[number // experts_per_rank] for number in range(len(tokens))]
-    axes.bar(range(len(tokens)), tokens, color=colours)
+    colors = [RANK_COLORS[number // experts_per_rank] for number in range(len(tokens))]
+    axes.bar(range(len(tokens)), tokens, color=colors)
     mean = sum(tokens) / len(tokens)
-    axes.axhline(mean, color=COLOURS["black"], lw=1, ls="--")
+    axes.axhline(mean, color=COLORS["black"], lw=1, ls="--")
     axes.text(len(tokens) - 0.4, mean, f"mean {mean:.0f}", va="bottom", ha="left", fontsize=9)
     if capacity is not None:
-        axes.axhline(capacity, color=COLOURS["vermilion"], lw=1.5)
+        axes.axhline(capacity, color=COLORS["vermilion"], lw=1.5)
         axes.text(len(tokens) - 0.4, capacity, f"capacity {capacity}", va="bottom", fontsize=9)
     axes.set_xlim(-0.6, len(tokens) + 0.6)
     axes.set_xticks(range(len(tokens)), [str(number) for number in range(len(tokens))])
@@ -140,10 +141,10 @@ _SAID = {
 
 
 class Held(NamedTuple):
-    """A matrix in a picture: what stands before it, its name, its shape, and which part a GPU has.
+    """A matrix in a picture: what's in front of it, its name, its shape, and which part a GPU has.
 
-    part: "whole" (each GPU has all of it), "rows" or "columns" (each has its own), or "partial" (each
-    has all places, and the sum over the GPUs is the matrix).
+    part: "whole" (each GPU has all of it), "rows" or "columns" (each has its own), or "partial"
+    (each has a full-sized matrix, and their sum is the matrix).
     """
 
     before: str
@@ -154,9 +155,9 @@ class Held(NamedTuple):
 
 
 def held(tensors: Sequence[tuple[str, str, int, int, str]], gpus: int, message: str) -> None:
-    """One row per GPU, one column per matrix: outlined is the whole matrix, coloured the GPU's part.
+    """One row per GPU, one column per matrix: the whole matrix is outlined, the GPU's part colored.
 
-    tensors: as ``Held``. ValueError for a part that is none of the four.
+    tensors: see ``Held``. Raises ValueError for an unknown part.
     """
     drawn = [Held(*tensor) for tensor in tensors]
     for tensor in drawn:
@@ -177,8 +178,8 @@ def held(tensors: Sequence[tuple[str, str, int, int, str]], gpus: int, message: 
             axes.text(left - 0.12, middle, tensor.before, ha="right", va="center")
             _matrix(axes, left, middle, scale, tensor, gpu, gpus)
     for left, tensor in zip(places, drawn, strict=True):
-        centre = left + scale * tensor.columns / 2
-        axes.text(centre, -height / 2 - 0.22, tensor.name, ha="center", fontsize=9)
+        center = left + scale * tensor.columns / 2
+        axes.text(center, -height / 2 - 0.22, tensor.name, ha="center", fontsize=9)
     axes.set(xlim=(-0.05, width), ylim=(gpus * (height + 0.35) - height / 2, -height / 2 - 0.45))
     axes.set_aspect("equal")
     axes.axis("off")
@@ -205,5 +206,5 @@ def _matrix(
     elif tensor.part == COLUMNS:
         x, w = left + gpu * width / gpus, width / gpus
     hatch = "////" if tensor.part == PARTIAL else None
-    colour = RANK_COLOURS[gpu]
-    axes.add_patch(Rectangle((x, y), w, h, fc=colour, ec="#444444", lw=0.8, hatch=hatch, alpha=0.9))
+    color = RANK_COLORS[gpu]
+    axes.add_patch(Rectangle((x, y), w, h, fc=color, ec="#444444", lw=0.8, hatch=hatch, alpha=0.9))

@@ -11,7 +11,7 @@ from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 
-from helpers.plots.style import COLOURS, figure, show, title
+from helpers.plots.style import COLORS, figure, show, title
 from vgpu.plan.schedules import (
     BACKWARD,
     FORWARD,
@@ -21,12 +21,12 @@ from vgpu.plan.schedules import (
 )
 
 _LOOKS = {
-    FORWARD: ("forward", COLOURS["blue"]),
-    BACKWARD: ("backward", COLOURS["orange"]),
-    INPUT_GRADIENT: ("backward: input", COLOURS["orange"]),
-    WEIGHT_GRADIENT: ("backward: weights", COLOURS["green"]),
+    FORWARD: ("forward", COLORS["blue"]),
+    BACKWARD: ("backward", COLORS["orange"]),
+    INPUT_GRADIENT: ("backward: input", COLORS["orange"]),
+    WEIGHT_GRADIENT: ("backward: weights", COLORS["green"]),
 }
-# A number is written where its box has this much room, in inches a digit.
+# Numbers are shown if their boxes have this much room, in inches per digit.
 _DIGIT_INCHES = 0.085
 
 
@@ -44,7 +44,7 @@ def schedule(
 
     The title says ``message``, by default the schedule's name and its bubble. Times are multiplied
     by ``factor`` and called ``unit``. until: the end of the axis, in the unit of ``simulated``, so
-    that several schedules share one scale. Without ``axes`` a figure is made and shown.
+    that several schedules share one scale. Without ``axes``, a figure is created and shown.
     """
     plan = simulated.schedule
     fig = None
@@ -53,15 +53,15 @@ def schedule(
     end = (until or simulated.makespan) * factor
     for row, boxes in enumerate(simulated.boxes):
         spans = [(box.start * factor, (box.end - box.start) * factor) for box in boxes]
-        colours = [_colour(box.action.kind, box.action.stage // plan.devices) for box in boxes]
+        colors = [_color(box.action.kind, box.action.stage // plan.devices) for box in boxes]
         axes.broken_barh(
-            spans, (row - 0.42, 0.84), facecolors=colours, edgecolor="white", linewidth=0.7
+            spans, (row - 0.42, 0.84), facecolors=colors, edgecolor="white", linewidth=0.7
         )
     axes.set_xlim(0, end)
     axes.set_yticks(range(plan.devices), [f"device {d}" for d in range(plan.devices)])
     axes.set(ylim=(plan.devices - 0.5, -0.5), xlabel=unit)
     axes.grid(visible=False)
-    axes.set_facecolor("#EEEEEE")  # what is not covered by a box is the bubble
+    axes.set_facecolor("#EEEEEE")  # whatever isn't covered by a box is the bubble
     _numbers(axes, simulated, factor, end)
     _legend(axes, simulated)
     heading = message or f"{plan.name}: {simulated.bubble:.0%} bubble"
@@ -71,7 +71,7 @@ def schedule(
 
 
 def schedules(simulations: Mapping[str, SimulatedSchedule]) -> None:
-    """Several schedules under each other, on one scale of time; titles from the names given."""
+    """Several schedules below each other, on one time scale, with their names as titles."""
     rows = [simulated.schedule.devices for simulated in simulations.values()]
     fig, axes = figure(
         len(simulations),
@@ -90,7 +90,7 @@ def schedules(simulations: Mapping[str, SimulatedSchedule]) -> None:
 
 
 def _alt(simulated: SimulatedSchedule, heading: str, unit: str, factor: float) -> str:
-    """How long the schedule takes, and when each device begins its first backward."""
+    """How long the schedule takes, and when each device starts its first backward."""
     first = [
         next(box.start for box in boxes if box.action.kind != FORWARD) for boxes in simulated.boxes
     ]
@@ -101,34 +101,42 @@ def _alt(simulated: SimulatedSchedule, heading: str, unit: str, factor: float) -
     )
 
 
-def _colour(kind: str, chunk: int) -> tuple[float, float, float]:
-    """The colour of a kind, paler for each further chunk."""
+def _color(kind: str, chunk: int) -> tuple[float, float, float]:
+    """The color of a kind, paler for each further chunk."""
     red, green, blue = to_rgb(_LOOKS[kind][1])
     pale = 1 - 0.62**chunk
     return red + (1 - red) * pale, green + (1 - green) * pale, blue + (1 - blue) * pale
 
 
-def _ink(colour: tuple[float, float, float]) -> str:
-    """Black or white, whichever is easier to read on ``colour`` (WCAG 2: relative luminance)."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
+def _ink(color: tuple[float, float, float]) -> str:
+    """Black or white, whichever is easier to read on ``color`` (WCAG 2: relative luminance)."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "black" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "white"
 
 
 def _numbers(axes: Axes, simulated: SimulatedSchedule, factor: float, end: float) -> None:
-    """The micro-batch in each box with enough room, as one artist: text objects would take seconds."""
+    """The micro-batch in each box, if all of its kind have room, as one artist: text objects would take seconds."""
     fig = axes.get_figure(root=True)
     assert fig is not None
     inches = fig.get_figwidth() * 0.75 / end
+    # A kind of box has all its numbers or none.
+    cramped = {
+        box.action.kind
+        for boxes in simulated.boxes
+        for box in boxes
+        if (box.end - box.start) * factor * inches
+        < _DIGIT_INCHES * len(str(box.action.micro_batch))
+    }
     written, middles, inks = [], [], []
     for row, boxes in enumerate(simulated.boxes):
         for box in boxes:
             text = str(box.action.micro_batch)
-            if (box.end - box.start) * factor * inches >= _DIGIT_INCHES * len(text):
+            if box.action.kind not in cramped:
                 written.append(number_path(text))
                 middles.append(((box.start + box.end) / 2 * factor, row))
                 chunk = box.action.stage // simulated.schedule.devices
-                inks.append(_ink(_colour(box.action.kind, chunk)))
+                inks.append(_ink(_color(box.action.kind, chunk)))
     numbers = PathCollection(
         written,
         offsets=middles,
@@ -137,14 +145,14 @@ def _numbers(axes: Axes, simulated: SimulatedSchedule, factor: float, end: float
         facecolors=inks,
         linewidths=0,
     )
-    numbers.set_in_layout(False)  # it stands inside the boxes: no room to be found
+    numbers.set_in_layout(False)  # it's inside the boxes: no room has to be made for it
     if written:
         axes.add_collection(numbers, autolim=False)
 
 
 @cache
 def number_path(text: str) -> Path:
-    """The outline of a number of 8 points, with its middle at the origin."""
+    """The outline of a number at 8 points, centered at the origin."""
     outline = TextPath((0, 0), text, size=8)
     x0, y0, x1, y1 = outline.get_extents().extents
     return Affine2D().translate(-(x0 + x1) / 2, -(y0 + y1) / 2).transform_path(outline)
@@ -158,7 +166,7 @@ def _legend(axes: Axes, simulated: SimulatedSchedule) -> None:
         if kind in kinds:
             for chunk in range(chunks):
                 which = f", chunk {chunk}" if chunks > 1 else ""
-                handles.append(Patch(color=_colour(kind, chunk), label=label + which))
+                handles.append(Patch(color=_color(kind, chunk), label=label + which))
     handles.append(Patch(facecolor="#EEEEEE", edgecolor="#999999", label="bubble"))
     columns = 1 if len(handles) <= 2 * devices else 2
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, ncols=columns)

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from helpers.plots.style import COLOURS, SERIES, figure, headline, legend_beside, show, title
+from helpers.plots.style import COLORS, SERIES, figure, headline, legend_beside, show, title
 from vgpu.units import format_seconds
 
 
@@ -21,13 +21,13 @@ def forwards(
         tokens,
         [1e3 * times_s[n] for n in tokens],
         "o-",
-        color=COLOURS["blue"],
+        color=COLORS["blue"],
         label="a forward pass",
     )
-    level: Any = {"color": COLOURS["vermilion"], "ls": "--", "lw": 1.5}
+    level: Any = {"color": COLORS["vermilion"], "ls": "--", "lw": 1.5}
     axes.axhline(1e3 * memory_s, **level, label="reading the weights once")
     slope = [1e3 * arithmetic_s[n] for n in tokens]
-    axes.plot(tokens, slope, color=COLOURS["green"], ls=":", label="arithmetic")
+    axes.plot(tokens, slope, color=COLORS["green"], ls=":", label="arithmetic")
     axes.set(
         xscale="log",
         yscale="log",
@@ -42,7 +42,7 @@ def forwards(
     first, last = tokens[0], tokens[-1]
     show(
         fig,
-        "Milliseconds of a forward over its tokens, on logarithmic axes: level at what it takes to read "
+        "Milliseconds of a forward over its tokens, on logarithmic axes: flat at the time it takes to read "
         f"the weights, then rising with the arithmetic. {first} token: {format_seconds(times_s[first])}; "
         f"{last} tokens: {format_seconds(times_s[last])}.",
     )
@@ -53,14 +53,14 @@ def latency_and_throughput(
 ) -> None:
     """Tokens/s of all sequences over the milliseconds that each waits for its next token.
 
-    curves: name → points of batch, seconds a token, tokens/s; the batch is written beside some.
+    curves: name → points of batch, seconds per token, tokens/s; some are labeled with the batch.
     """
     fig, axes = figure(width=7.5, height=3.8)
-    for (name, points), colour in zip(curves.items(), SERIES, strict=False):
+    for (name, points), color in zip(curves.items(), SERIES, strict=False):
         _, waits_s, speeds = zip(*points, strict=True)
-        axes.plot([1e3 * s for s in waits_s], speeds, "o-", ms=4, color=colour, label=name)
+        axes.plot([1e3 * s for s in waits_s], speeds, "o-", ms=4, color=color, label=name)
         for batch, wait_s, speed in (points[0], points[len(points) // 2], points[-1]):
-            axes.annotate(f" {batch}", (1e3 * wait_s, speed), fontsize=8, color=colour, va="top")
+            axes.annotate(f" {batch}", (1e3 * wait_s, speed), fontsize=8, color=color, va="top")
     axes.set(xlabel="time per token of each user (ms)", ylabel="tokens/s, all users", yscale="log")
     axes.margins(x=0.1)  # room for the last batch's number
     axes.set_xlim(left=0)
@@ -75,19 +75,19 @@ def latency_and_throughput(
 
 
 def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]]) -> None:
-    """Three panels over the requests that come in a second, with a line for each way to serve.
+    """Three panels over the number of requests per second, with a line for each way to serve.
 
     results: name → {rate: seconds to the first token, longest gap between tokens, tokens/s}; the
-    seconds are those that 95 of 100 users do not exceed.
+    seconds are 95th percentiles over the users.
     """
     fig, panels = figure(1, 3, width=9.5, height=3.4)
     labels = ("time to first token (s)", "longest gap (s)", "tokens/s, all users")
     markers = "osD^"
     for place, (axes, label) in enumerate(zip(panels, labels, strict=True)):
-        for (name, by_rate), colour, marker in zip(results.items(), SERIES, markers, strict=False):
+        for (name, by_rate), color, marker in zip(results.items(), SERIES, markers, strict=False):
             rates = list(by_rate)
             values = [by_rate[rate][place] for rate in rates]
-            axes.plot(rates, values, marker=marker, ms=4, color=colour, label=name)
+            axes.plot(rates, values, marker=marker, ms=4, color=color, label=name)
         axes.set(xlabel="requests/s", ylabel=label)
         if place < 2:
             axes.set_yscale("log")
@@ -106,18 +106,18 @@ def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]]) ->
 
 
 def token_times(streams: Mapping[str, Sequence[float]], arrival_s: float) -> None:
-    """A tick for each token of one user, in a row for each way to serve; others' prompt as a line.
+    """A tick for each token of one user, in a row for each way to serve; another's prompt as a line.
 
-    streams: name → when each token comes, in seconds; arrival_s: when the others' long prompt comes.
+    streams: name → when each token comes, in seconds; arrival_s: when the other user's long prompt comes.
     """
     fig, axes = figure(width=7.5, height=0.9 + 0.45 * len(streams))
     names = list(streams)[::-1]
     for row, name in enumerate(names):
-        colour = list(SERIES)[row % len(SERIES)]
+        color = list(SERIES)[row % len(SERIES)]
         axes.plot(
-            [1e3 * s for s in streams[name]], [row] * len(streams[name]), "|", ms=14, color=colour
+            [1e3 * s for s in streams[name]], [row] * len(streams[name]), "|", ms=14, color=color
         )
-    axes.axvline(1e3 * arrival_s, color=COLOURS["grey"], ls="--", lw=1)
+    axes.axvline(1e3 * arrival_s, color=COLORS["gray"], ls="--", lw=1)
     axes.set_yticks(range(len(names)), names)
     axes.set(xlabel="ms", ylim=(-0.6, len(names) - 0.4))
     axes.grid(axis="y", visible=False)

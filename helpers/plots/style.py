@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
 # Okabe and Ito, "Color Universal Design", 2008: distinguishable with color vision deficiency.
-COLOURS = {
+COLORS = {
     "blue": "#0072B2",
     "orange": "#E69F00",
     "green": "#009E73",
@@ -22,14 +22,14 @@ COLOURS = {
     "sky": "#56B4E9",
     "yellow": "#F0E442",
     "black": "#000000",
-    "grey": "#999999",
+    "gray": "#999999",
 }
 
-SERIES = [COLOURS[name] for name in ("blue", "orange", "green", "purple")]
-RANK_COLOURS = tuple(
-    COLOURS[name]
-    # Light ones first: the numbers on them are black.
-    for name in ("sky", "orange", "green", "vermilion", "purple", "yellow", "grey", "blue")
+SERIES = [COLORS[name] for name in ("blue", "orange", "green", "purple")]
+RANK_COLORS = tuple(
+    COLORS[name]
+    # Light ones first, because the numbers on them are black.
+    for name in ("sky", "orange", "green", "vermilion", "purple", "yellow", "gray", "blue")
 )
 
 # An opaque light background: the figure is readable in light and dark notebooks.
@@ -47,7 +47,7 @@ _STYLE: Any = {
     "grid.color": "#E5E5E5",
     "legend.frameon": False,
     "lines.linewidth": 2,
-    "axes.prop_cycle": plt.cycler(color=[c for n, c in COLOURS.items() if n != "yellow"]),
+    "axes.prop_cycle": plt.cycler(color=[c for n, c in COLORS.items() if n != "yellow"]),
 }
 
 
@@ -76,7 +76,7 @@ def title(axes: Axes, message: str, how: str) -> None:
 
 
 def headline(fig: Figure, message: str, how: str) -> None:
-    """As ``title``, over a figure of several panels."""
+    """As ``title``, for a figure with several panels."""
     fig.suptitle(f"{message} · {how}", x=0.01, ha="left", fontsize=11, fontweight="bold")
 
 
@@ -84,7 +84,7 @@ def stacked_bars(
     axes: Axes,
     places: Sequence[Any],
     sizes: Mapping[str, Sequence[float]],
-    colours: Mapping[str, str],
+    colors: Mapping[str, str],
     *,
     across: bool = False,
     width: float = 0.6,
@@ -96,7 +96,7 @@ def stacked_bars(
     ends = [0.0] * len(places)
     draw: Any = axes.barh if across else axes.bar
     for name, each in sizes.items():
-        draw(places, each, width, ends, color=colours[name], label=name)
+        draw(places, each, width, ends, color=colors[name], label=name)
         ends = [end + size for end, size in zip(ends, each, strict=True)]
     axes.grid(axis="y" if across else "x", visible=False)
     return ends
@@ -110,7 +110,7 @@ def log2_ticks(axes: Axes, values: Sequence[int]) -> None:
 
 
 def legend_beside(axes: Axes, **options: Any) -> None:
-    """The legend to the right of the axes, where it hides nothing."""
+    """Put the legend to the right of the axes, where it doesn't hide anything."""
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), **{"fontsize": 8, **options})
 
 
@@ -118,12 +118,12 @@ def arrow(
     axes: Axes,
     start: tuple[float, float],
     end: tuple[float, float],
-    colour: str = "#444444",
+    color: str = "#444444",
     **options: Any,
 ) -> None:
     """An arrow between two points of the axes; options are those of ``FancyArrowPatch``."""
     look: Any = {"arrowstyle": "-|>", "mutation_scale": 12, "zorder": 2, **options}
-    axes.add_patch(FancyArrowPatch(start, end, color=colour, **look))
+    axes.add_patch(FancyArrowPatch(start, end, color=color, **look))
 
 
 def show(fig: Figure, alt: str) -> None:

@@ -1,4 +1,4 @@
-"""Figures of virtual time: a row per stream, a bar per stretch of work of one kind."""
+"""Figures of virtual time: one row per stream, one bar per stretch of work of one kind."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,23 +7,23 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from helpers.plots.style import COLOURS, figure, show, title
+from helpers.plots.style import COLORS, figure, show, title
 from vgpu import Timeline, TraceEvent, covered_s
 from vgpu.units import format_seconds
 
 _OF_KIND = {
-    "forward": COLOURS["blue"],
-    "backward": COLOURS["orange"],
-    "other kernels": COLOURS["green"],
-    "copy": COLOURS["vermilion"],
-    "collective": COLOURS["purple"],
-    "wait": COLOURS["grey"],
+    "forward": COLORS["blue"],
+    "backward": COLORS["orange"],
+    "other kernels": COLORS["green"],
+    "copy": COLORS["vermilion"],
+    "collective": COLORS["purple"],
+    "wait": COLORS["gray"],
 }
 # Two bars whose gap is narrower than this share of the axis are drawn as one.
 _INVISIBLE = 1 / 2000
 # A bar narrower than this share of the axis is a hairline, and a lane of them looks empty.
 _HAIRLINE = 1 / 500
-# Inches over and under the lanes, and a lane.
+# Inches above and below the lanes, and per lane.
 _TOP, _BOTTOM, _LANE = 0.65, 0.55, 0.45
 
 
@@ -35,22 +35,26 @@ def timeline(
     axes: Axes | None = None,
     until_s: float | None = None,
     devices: Sequence[torch.device] | None = None,
+    lane_names: Sequence[str] | None = None,
 ) -> None:
     """Draw a recording, one lane for each stream of each GPU, under a title that says ``message``.
 
-    host: a lane for the waits of the host as well. until_s: the end of the axis, so that several
-    recordings can share one scale. devices: the GPUs to draw; all, unless given. Without ``axes`` a
-    figure is made and shown. Further streams whose bars would all be hairlines are left out, and the
-    line under the title says how many.
+    host: whether to add a lane for the host's waits. until_s: the end of the axis, so that several
+    recordings can share one scale. devices: the GPUs to draw; by default, all. lane_names: what to
+    call the lanes, from the top. Without ``axes``, a figure is created and shown. Further streams whose bars would all be hairlines are left out, and
+    the line below the title says how many.
     """
     end_s = until_s or record.makespan_s or 1.0
     lanes, left_out = visible(lanes_of(record, host, devices), end_s)
+    if lane_names is not None:
+        lanes = dict(zip(lane_names, lanes.values(), strict=True))
     if axes is not None:
         _draw(axes, record, message, lanes, end_s, left_out)
         return
     height = _TOP + _LANE * len(lanes) + _BOTTOM
     fig, axes = figure(width=8.5, height=height)
-    # At the same place in each figure, and figures of one width, so that two of them compare.
+    # At the same place in each figure, and with figures of equal width, so that two can be
+    # compared.
     fig.set_layout_engine("none")
     axes.set_position((0.15, _BOTTOM / height, 0.67, 1 - (_TOP + _BOTTOM) / height))
     fig.add_artist(Rectangle((0, 0), 1, 1, transform=fig.transFigure, fill=False, linewidth=0))
@@ -98,17 +102,17 @@ def _draw(
         for kind, start_s, stop_s in stretches(events, end_s * _INVISIBLE):
             bars.setdefault(kind, []).append((start_s * factor, (stop_s - start_s) * factor))
         for kind, spans in bars.items():
-            edge = 0.7 if kind == "collective" else 0  # points, between two that touch
+            edge = 0.7 if kind == "collective" else 0  # points, between two adjacent ones
             height = (row - 0.36, 0.72)
             axes.broken_barh(
                 spans, height, facecolor=_OF_KIND[kind], edgecolor="white", linewidth=edge
             )
-    # A further stream stands below its GPU's default one, which has the name.
+    # A further stream is below its GPU's default one, which has the name.
     axes.set_yticks(range(len(lanes)), [name.rpartition(", ")[2] for name in lanes])
     axes.set(ylim=(len(lanes) - 0.4, -0.6), xlim=(0, end_s * factor), xlabel=unit)
     axes.grid(axis="y", visible=False)
     seen = {kind_of(event) for events in lanes.values() for event in events}
-    handles: Any = [Patch(color=colour, label=k) for k, colour in _OF_KIND.items() if k in seen]
+    handles: Any = [Patch(color=color, label=k) for k, color in _OF_KIND.items() if k in seen]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     how = f"virtual time, {record.gpu}"
     if left_out:
@@ -118,7 +122,7 @@ def _draw(
 
 
 def _alt(record: Timeline, lanes: Mapping[str, list[TraceEvent]]) -> str:
-    """For each lane, the share of the recording's time that each kind of work takes."""
+    """For each lane, the fraction of the recording's time that each kind of work takes."""
     summary = []
     for name, events in lanes.items():
         kinds: dict[str, float] = {}
@@ -136,7 +140,7 @@ def _alt(record: Timeline, lanes: Mapping[str, list[TraceEvent]]) -> str:
 def lanes_of(
     record: Timeline, host: bool = False, devices: Sequence[torch.device] | None = None
 ) -> dict[str, list[TraceEvent]]:
-    """The events of each lane, by its name; every GPU has one, also where it did nothing.
+    """The events of each lane, by its name; every GPU has one, even if it did nothing.
 
     A lane of a further stream is named after what it does: "vgpu:0, copies out".
     """
@@ -157,7 +161,7 @@ def lanes_of(
 def visible(
     lanes: Mapping[str, list[TraceEvent]], end_s: float
 ) -> tuple[dict[str, list[TraceEvent]], int]:
-    """The lanes without further streams that would look empty on so long an axis; how many those are."""
+    """The lanes without further streams that would look empty on the axis; and how many those are."""
     seen = {
         name: events
         for name, events in lanes.items()
@@ -202,8 +206,9 @@ def kind_of(event: TraceEvent) -> str:
 def stretches(events: list[TraceEvent], gap_s: float) -> list[tuple[str, float, float]]:
     """(kind, start, end) of work of one kind without a gap of ``gap_s`` seconds or more.
 
-    Thousands of kernels become a few bars; the drawing stays fast and the file small. A collective
-    right behind another is a bar of its own if it lasts 10 times ``gap_s``: one sees how many there are.
+    Thousands of kernels become a few bars, which keeps the drawing fast and the file small. A
+    collective right after another gets its own bar if it takes 10 times ``gap_s``, so you can see
+    how many there are.
     """
     stretched: list[tuple[str, float, float]] = []
     for event in events:

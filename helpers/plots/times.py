@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from helpers.plots.style import (
-    COLOURS,
+    COLORS,
     SERIES,
     figure,
     headline,
@@ -23,17 +23,17 @@ def split_sizes(
 ) -> None:
     """Seconds by split size: a predicted curve, and the published points.
 
-    The largest size of ``predicted_s`` is the whole batch. one_gpu_s: the published time of one
-    GPU, a level.
+    The largest size in ``predicted_s`` is the whole batch. one_gpu_s: the published time on one
+    GPU, drawn as a horizontal line.
     """
     sizes = sorted(predicted_s)
     fig, axes = figure(width=8, height=3.6)
-    predicted: Any = {"color": COLOURS["blue"], "label": "two GPUs, predicted"}
+    predicted: Any = {"color": COLORS["blue"], "label": "two GPUs, predicted"}
     axes.plot(sizes, [predicted_s[size] for size in sizes], "o-", ms=5, **predicted)
-    published: Any = {"color": COLOURS["vermilion"], "label": "two GPUs, published"}
+    published: Any = {"color": COLORS["vermilion"], "label": "two GPUs, published"}
     points = list(published_s), list(published_s.values())
     axes.plot(*points, "D", ms=8, mfc="none", mew=2, **published)
-    axes.axhline(one_gpu_s, color=COLOURS["grey"], ls="--", lw=1.5, label="one GPU, published")
+    axes.axhline(one_gpu_s, color=COLORS["gray"], ls="--", lw=1.5, label="one GPU, published")
     axes.set_xscale("log")
     axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=8)
     axes.minorticks_off()
@@ -60,8 +60,8 @@ def parts_of_time(timelines: Mapping[int, Timeline]) -> None:
     fig, panels = figure(1, len(devices), width=9, height=3.4, sharey=True)
     for axes, device in zip(panels, devices, strict=True):
         parts = [_parts(timelines[size], device) for size in sizes]
-        heights = {name: [part[name] for part in parts] for name in _PART_COLOURS}
-        stacked_bars(axes, range(len(sizes)), heights, _PART_COLOURS, width=0.8)
+        heights = {name: [part[name] for part in parts] for name in _PART_COLORS}
+        stacked_bars(axes, range(len(sizes)), heights, _PART_COLORS, width=0.8)
         axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
         axes.set_xlabel("split size (images in a piece)")
         axes.set_title(str(device), fontsize=10)
@@ -83,10 +83,10 @@ def parts_of_time(timelines: Mapping[int, Timeline]) -> None:
     )
 
 
-_PART_COLOURS = {
-    "computes": COLOURS["blue"],
-    "copies": COLOURS["vermilion"],
-    "idles": COLOURS["grey"],
+_PART_COLORS = {
+    "computes": COLORS["blue"],
+    "copies": COLORS["vermilion"],
+    "idles": COLORS["gray"],
 }
 
 
@@ -96,7 +96,7 @@ def _parts(timeline: Timeline, device: object) -> dict[str, float]:
     active_s = covered_s(events)
     return {
         "computes": busy_s,
-        "copies": active_s - busy_s,  # those beside a kernel take no time of their own
+        "copies": active_s - busy_s,  # those that overlap with a kernel take no extra time
         "idles": timeline.makespan_s - active_s,
     }
 
@@ -114,8 +114,8 @@ def split_times(timelines: Mapping[str, Timeline], message: str) -> None:
         "everything else": [1e3 * (whole - sent) for whole, sent in parts],
         "collectives": [1e3 * sent for _, sent in parts],
     }
-    colours = {"everything else": COLOURS["sky"], "collectives": COLOURS["vermilion"]}
-    stacked_bars(axes, names, parts_ms, colours, across=True)
+    colors = {"everything else": COLORS["sky"], "collectives": COLORS["vermilion"]}
+    stacked_bars(axes, names, parts_ms, colors, across=True)
     for place, (whole, part) in enumerate(parts):
         axes.text(1e3 * whole, place, f" {part / whole:.0%}", va="center")
     axes.set(xlabel="ms", xlim=(0, 1.15e3 * max(whole for whole, _ in parts)))
@@ -143,11 +143,11 @@ def gained(times_s: Mapping[int, Mapping[int, float]], message: str, how: str) -
     fig, axes = figure(width=6.5, height=3.4)
     widths = sorted(times_s)
     counts = [count for count in times_s[widths[0]] if count > 1]
-    colours = [COLOURS[name] for name in ("blue", "green", "vermilion", "purple")]
-    for colour, marker, count in zip(colours, "osD^", counts, strict=False):
+    colors = [COLORS[name] for name in ("blue", "green", "vermilion", "purple")]
+    for color, marker, count in zip(colors, "osD^", counts, strict=False):
         gains = [times_s[width][1] / times_s[width][count] for width in widths]
-        axes.plot(widths, gains, marker=marker, color=colour, label=f"{count} GPUs")
-        axes.axhline(count, color=colour, lw=0.8, ls=":", label=f"{count} times")
+        axes.plot(widths, gains, marker=marker, color=color, label=f"{count} GPUs")
+        axes.axhline(count, color=color, lw=0.8, ls=":", label=f"{count} times")
     axes.axhline(1, color="black", lw=0.8)
     log2_ticks(axes, widths)
     axes.set(xlabel="width of the layer", ylabel="times as fast as one GPU", ylim=(0, None))
@@ -158,20 +158,50 @@ def gained(times_s: Mapping[int, Mapping[int, float]], message: str, how: str) -
         + ", ".join(f"{times_s[w][1] / times_s[w][count]:.2f} at width {w}" for w in widths)
         for count in counts
     )
-    show(fig, f"Lines of how many times as fast as one GPU, over the width. {summary}.")
+    show(fig, f"Lines of the speedup over one GPU, by width. {summary}.")
+
+
+def speedups(times_s: Mapping[str, Mapping[int, float]], gpu: str) -> None:
+    """A line for each network: how many times as fast as one GPU; dotted is linear scaling.
+
+    times_s: network → {number of GPUs: seconds of a step}, with 1 among the numbers.
+    """
+    fig, axes = figure(width=7.5, height=3.2)
+    counts = list(next(iter(times_s.values())))
+    axes.plot(counts, counts, color=COLORS["gray"], ls=":", lw=1.5, label="n times as fast")
+    texts = []
+    for (name, times), color, marker in zip(times_s.items(), SERIES, "os^D", strict=False):
+        gains = [times[1] / times[count] for count in counts]
+        axes.plot(counts, gains, marker=marker, color=color, label=name)
+        axes.annotate(
+            f"{gains[-1]:.1f} times",
+            (counts[-1], gains[-1]),
+            (8, 0),
+            textcoords="offset points",
+            va="center",
+            color=color,
+        )
+        texts.append(
+            f"{name}: {', '.join(f'{g:.1f} on {n}' for n, g in zip(counts, gains, strict=True))}"
+        )
+    axes.set_xticks(counts)
+    axes.set(xlabel="GPUs", ylabel="times as fast as one", ylim=(0, None))
+    axes.legend(loc="upper left", fontsize=9)
+    title(axes, "More GPUs help only a step that's worth sharing", f"virtual time, {gpu}, one step")
+    show(fig, f"Lines of how many times as fast as one GPU. {'; '.join(texts)}.")
 
 
 def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, int]) -> None:
-    """Million tokens/s by the number of GPUs, a line for each network; dotted is linear scaling.
+    """Million tokens/s by the number of GPUs, with a line for each network; dotted: linear scaling.
 
-    tokens: for each number of GPUs, those that one of them has in a step.
+    tokens: for each number of GPUs, the tokens that each of them has per step.
     """
     fig, axes = figure(width=7.5, height=3.6)
     counts = list(tokens)
     first = next(iter(speeds.values()))[counts[0]]
-    axes.plot(counts, [first * n / counts[0] for n in counts], color=COLOURS["grey"], ls=":", lw=1)
-    for (name, speed), colour in zip(speeds.items(), SERIES, strict=False):
-        axes.plot(counts, [speed[n] for n in counts], "o-", color=colour, label=name)
+    axes.plot(counts, [first * n / counts[0] for n in counts], color=COLORS["gray"], ls=":", lw=1)
+    for (name, speed), color in zip(speeds.items(), SERIES, strict=False):
+        axes.plot(counts, [speed[n] for n in counts], "o-", color=color, label=name)
     axes.set(xscale="log", yscale="log", xlabel="GPUs, and tokens that each has in a step")
     axes.set_xticks(counts, [f"{n}\n{tokens[n]:,}" for n in counts])
     doublings = [first / 2 * 2**k for k in range(1, 1 + (counts[-1] // counts[0]).bit_length())]
@@ -179,12 +209,19 @@ def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, i
     axes.minorticks_off()
     axes.set_ylabel("million tokens/s, all GPUs")
     axes.legend(loc="upper left", fontsize=9)
-    title(axes, "More GPUs, the same batch", "virtual time; dotted: in proportion to the GPUs")
+    title(
+        axes,
+        "More GPUs, the same batch",
+        "virtual time; dotted: in proportion to the number of GPUs",
+    )
     summary = "; ".join(
         f"{name}: {speed[counts[0]]:.2f} on {counts[0]} GPUs, {speed[counts[-1]]:.2f} on {counts[-1]}"
         for name, speed in speeds.items()
     )
-    show(fig, f"Lines of million tokens per second over GPUs, on logarithmic axes. {summary}.")
+    show(
+        fig,
+        f"Lines of million tokens per second by number of GPUs, on logarithmic axes. {summary}.",
+    )
 
 
 def goodput(
@@ -195,11 +232,11 @@ def goodput(
     shares: GPUs → {interval in seconds: (by formula, simulated)}. best_s: GPUs → the square root.
     """
     fig, axes = figure(width=7.5, height=3.4)
-    for (gpus, points), colour in zip(shares.items(), SERIES, strict=False):
+    for (gpus, points), color in zip(shares.items(), SERIES, strict=False):
         minutes = [interval_s / 60 for interval_s in points]
-        axes.plot(minutes, [f for f, _ in points.values()], color=colour, label=f"{gpus:,} GPUs")
-        axes.plot(minutes, [s for _, s in points.values()], "o", color=colour, ms=4)
-        axes.axvline(best_s[gpus] / 60, color=colour, ls="--", lw=1)
+        axes.plot(minutes, [f for f, _ in points.values()], color=color, label=f"{gpus:,} GPUs")
+        axes.plot(minutes, [s for _, s in points.values()], "o", color=color, ms=4)
+        axes.axvline(best_s[gpus] / 60, color=color, ls="--", lw=1)
     axes.set(xscale="log", xlabel="minutes of training between two checkpoints", ylim=(0, 1))
     axes.set_xticks(minutes, [f"{m:g}" for m in minutes])
     axes.minorticks_off()
@@ -207,7 +244,7 @@ def goodput(
     axes.legend(loc="lower center", fontsize=9)
     title(
         axes,
-        "Too often costs writing, too seldom costs repeating",
+        "Too often costs writing, too rarely costs repeating",
         "lines: Daly's formula; points: simulated failures; dashed: the square root",
     )
     summary = "; ".join(

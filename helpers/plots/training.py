@@ -9,16 +9,16 @@ import torch
 from matplotlib.patches import Rectangle
 from torch import nn
 
-from helpers.plots.style import COLOURS, SERIES, figure, show, title
+from helpers.plots.style import COLORS, SERIES, figure, show, title
 from vgpu.units import format_seconds
 
-_COLOURS = {"Conv2d": "blue", "Linear": "vermilion", "MaxPool2d": "green"}
+_COLORS = {"Conv2d": "blue", "Linear": "vermilion", "MaxPool2d": "green"}
 
 
 def network(model: nn.Module, inputs: torch.Tensor) -> None:
-    """The leaf modules in the order in which they run on ``inputs``, with shapes and parameters.
+    """The leaf modules, in the order in which they run on ``inputs``, with shapes and parameters.
 
-    A bar is as tall as the number of values that leave the layer for one sample, on a log scale.
+    A bar's height is the number of values in the layer's output for one sample, on a log scale.
     """
     layers = _run(model, inputs)
     fig, axes = figure(width=8.5, height=3.3)
@@ -27,8 +27,8 @@ def network(model: nn.Module, inputs: torch.Tensor) -> None:
     shapes = [inputs.shape, *(shape for _, shape, _ in layers)]
     counts = [0, *(count for _, _, count in layers)]
     for x, (name, shape) in enumerate(zip(names, shapes, strict=True)):
-        colour = COLOURS[_COLOURS.get(name, "grey")]
-        axes.add_patch(Rectangle((x - 0.38, 1), 0.76, values[x] - 1, color=colour))
+        color = COLORS[_COLORS.get(name, "gray")]
+        axes.add_patch(Rectangle((x - 0.38, 1), 0.76, values[x] - 1, color=color))
         size = " × ".join(map(str, shape[1:]))
         axes.text(x, values[x] * 1.15, size, ha="center", va="bottom", fontsize=8)
     axes.set(xlim=(-0.6, len(names) - 0.4), ylim=(1, max(values) * 3), yscale="log")
@@ -45,7 +45,10 @@ def network(model: nn.Module, inputs: torch.Tensor) -> None:
     )
     steps = zip(names, shapes, strict=True)
     chain = ", ".join(f"{name} {'×'.join(map(str, shape[1:]))}" for name, shape in steps)
-    show(fig, f"The network's layers from left to right, with what leaves each: {chain}.")
+    show(
+        fig,
+        f"The network's layers from left to right, with the shape of each one's output: {chain}.",
+    )
 
 
 def _run(model: nn.Module, inputs: torch.Tensor) -> list[tuple[str, torch.Size, int]]:
@@ -74,17 +77,17 @@ def learning_curves(history: Sequence[Mapping[str, float]], device: object) -> N
     """
     epochs = range(1, len(history) + 1)
     fig, (left, right) = figure(1, 2)
-    for name, label, colour in (
+    for name, label, color in (
         ("train_loss", "training", "blue"),
         ("test_loss", "held out", "orange"),
     ):
-        left.plot(epochs, [record[name] for record in history], color=COLOURS[colour], label=label)
+        left.plot(epochs, [record[name] for record in history], color=COLORS[color], label=label)
     left.set(xlabel="epoch", ylabel="cross-entropy (nats)", yscale="log")
     left.legend()
     title(left, "The loss falls on both", f"measured, {device}")
     percent = [100 * record["test_accuracy"] for record in history]
-    right.plot(epochs, percent, color=COLOURS["orange"], marker="o", markersize=4)
-    right.axhline(97, color=COLOURS["grey"], linewidth=1, linestyle="--")
+    right.plot(epochs, percent, color=COLORS["orange"], marker="o", markersize=4)
+    right.axhline(97, color=COLORS["gray"], linewidth=1, linestyle="--")
     right.annotate("97 %", (1, 97), textcoords="offset points", xytext=(0, 4), color="#666666")
     right.set(xlabel="epoch", ylabel="held-out images right (%)")
     title(right, f"{percent[-1]:.1f} % after {len(history)} epochs", f"measured, {device}")
@@ -99,13 +102,13 @@ def learning_curves(history: Sequence[Mapping[str, float]], device: object) -> N
 
 
 def digit_grid(images: torch.Tensor, titles: Sequence[str], columns: int = 8) -> None:
-    """Grey images (N, H, W), uint8 or float, on any device, each under its title."""
+    """Gray images (N, H, W), uint8 or float, on any device, each under its title."""
     columns = min(columns, max(len(images), 1))
     rows = -(-max(len(images), 1) // columns)
     fig, axes = figure(rows, columns, width=1.05 * columns, height=1.3 * rows, squeeze=False)
     for cell in axes.flat:
         cell.set_axis_off()
-    # As in ink on paper: the data have bright digits on a dark ground.
+    # Like ink on paper; in the data, digits are bright on a dark background.
     for cell, image, text in zip(axes.flat, images.cpu(), titles, strict=False):
         cell.imshow(image, cmap="gray_r")
         cell.set_title(text, fontsize=9, loc="center")
@@ -127,14 +130,14 @@ def resumed_curves(
     fig, (above, below) = figure(2, 1, height=4.6, sharex=True)
     above.plot(whole, color="#BBBBBB", linewidth=6, label="never stopped")
     looks: Any = zip(("vermilion", "blue"), ("-", "--"), strict=True)
-    for (label, losses), (colour, line) in zip(resumed.items(), looks, strict=False):
+    for (label, losses), (color, line) in zip(resumed.items(), looks, strict=False):
         steps = range(stopped_after, len(losses))
-        style = {"color": COLOURS[colour], "linestyle": line, "label": label}
+        style = {"color": COLORS[color], "linestyle": line, "label": label}
         above.plot(steps, losses[stopped_after:], **style)
         off = [abs(losses[step] - whole[step]) for step in steps]
         below.plot(steps, off, **style)
     for axes in (above, below):
-        axes.axvline(stopped_after - 0.5, color=COLOURS["grey"], linewidth=1)
+        axes.axvline(stopped_after - 0.5, color=COLORS["gray"], linewidth=1)
     above.set(ylabel="loss (nats)")
     above.legend()
     title(above, "Only the full checkpoint continues the run", f"measured, {device}")
@@ -151,20 +154,20 @@ def resumed_curves(
 
 
 def learned(losses: torch.Tensor, vocabulary: int) -> None:
-    """The loss over the steps, beside that of guessing uniformly among all letters."""
+    """The loss over the steps, next to that of guessing uniformly among all letters."""
     fig, axes = figure(width=7, height=2.8)
     guess = math.log(vocabulary)
-    axes.plot(range(1, len(losses) + 1), losses.tolist(), color=COLOURS["blue"])
-    axes.axhline(guess, color=COLOURS["grey"], linestyle="--", linewidth=1)
+    axes.plot(range(1, len(losses) + 1), losses.tolist(), color=COLORS["blue"])
+    axes.axhline(guess, color=COLORS["gray"], linestyle="--", linewidth=1)
     axes.text(len(losses), guess, "any letter, by chance", ha="right", va="bottom", fontsize=8)
     axes.set(
         ylim=(0, max(guess, losses.max().item()) * 1.12),
         xlabel="step",
-        ylabel="loss a letter, in nats",
+        ylabel="loss per letter, in nats",
     )
     title(axes, "It learns", "measured, mean over the ranks")
     first, last = losses[0].item(), losses[-1].item()
-    show(fig, f"The loss over {len(losses)} steps falls from {first:.2f} to {last:.2f} a letter.")
+    show(fig, f"The loss over {len(losses)} steps falls from {first:.2f} to {last:.2f} per letter.")
 
 
 def by_batch(learned: Mapping[tuple[str, int], Sequence[float]]) -> None:
@@ -175,17 +178,17 @@ def by_batch(learned: Mapping[tuple[str, int], Sequence[float]]) -> None:
     fig, axes = figure(width=7.5, height=3.4)
     batches = sorted({batch for _, batch in learned})
     ways = list(dict.fromkeys(way for way, _ in learned))
-    for place, (way, colour) in enumerate(zip(ways, SERIES, strict=False)):
+    for place, (way, color) in enumerate(zip(ways, SERIES, strict=False)):
         points = [(batches.index(b), losses) for (w, b), losses in learned.items() if w == way]
         where = [index + 0.12 * (place - 1) for index, _ in points]
-        axes.plot(where, [statistics.mean(losses) for _, losses in points], color=colour, label=way)
+        axes.plot(where, [statistics.mean(losses) for _, losses in points], color=color, label=way)
         for at, (_, losses) in zip(where, points, strict=True):
-            axes.plot([at] * len(losses), losses, "o", color=colour, ms=4)
+            axes.plot([at] * len(losses), losses, "o", color=color, ms=4)
     axes.set(yscale="log", xlabel="batch")
     axes.set_xticks(range(len(batches)), [f"{batch:,}" for batch in batches])
     axes.set_ylabel("loss after the last epoch")
     axes.legend(title="learning rate", loc="upper left", fontsize=9)
-    title(axes, "A larger batch wants a larger rate, up to a point", "measured; points: seeds")
+    title(axes, "A larger batch needs a larger rate, up to a point", "measured; points: seeds")
     summary = "; ".join(
         f"batch {batch}, rate {way}: {statistics.mean(losses):.2f}"
         for (way, batch), losses in learned.items()
@@ -196,16 +199,16 @@ def by_batch(learned: Mapping[tuple[str, int], Sequence[float]]) -> None:
 def repeated_times(times_s: Mapping[str, Sequence[float]]) -> None:
     """One row per name: every repeat as a dot, the median and the quartiles as a bar.
 
-    ``times_s`` maps a name to seconds, two or more repeats of one step.
+    ``times_s`` maps a name to the seconds of two or more repeats of one step.
     """
     fig, axes = figure(width=7.5, height=1.3 + 0.6 * len(times_s))
     summary = []
     for row, (name, repeats_s) in enumerate(times_s.items()):
         repeats_ms = [1e3 * time_s for time_s in repeats_s]
-        axes.plot(repeats_ms, [row - 0.22] * len(repeats_ms), "o", color=COLOURS["sky"], ms=5)
+        axes.plot(repeats_ms, [row - 0.22] * len(repeats_ms), "o", color=COLORS["sky"], ms=5)
         low, middle, high = statistics.quantiles(repeats_ms)
-        axes.plot([low, high], [row + 0.12] * 2, color=COLOURS["vermilion"], linewidth=4)
-        axes.plot([middle], [row + 0.12], "s", color=COLOURS["vermilion"], ms=8)
+        axes.plot([low, high], [row + 0.12] * 2, color=COLORS["vermilion"], linewidth=4)
+        axes.plot([middle], [row + 0.12], "s", color=COLORS["vermilion"], ms=8)
         quartiles = f"{format_seconds(low / 1e3)} to {format_seconds(high / 1e3)}"
         summary.append(f"{name}: median {format_seconds(middle / 1e3)}, quartiles {quartiles}")
     axes.set_yticks(range(len(times_s)), list(times_s))

@@ -51,7 +51,7 @@ def compare(inner: str, outer: str, cut: str) -> Comparison:
 
     The expressions may use the vectors x, w and v (three numbers each, all with gradients), the
     functions exp, tanh, sigmoid and relu, and ``outer`` also h. ``cut`` is one of CUTS. Raises
-    ValueError for another cut, or where y is not one number that depends on x, w or v.
+    ValueError for another cut, or if y isn't one number that depends on x, w or v.
     """
     if cut not in CUTS:
         raise ValueError(f"cut is {cut!r}; it can be one of {', '.join(CUTS)}")
@@ -114,5 +114,5 @@ def _evaluate(
 
 def _spoken(gradient: torch.Tensor | None) -> str:
     if gradient is None:
-        return "None: backward does not arrive"
+        return "None: backward doesn't reach it"
     return "[" + ", ".join(f"{number:.3f}" for number in gradient.tolist()) + "]"

@@ -22,7 +22,7 @@ def share_sizes(batch_size: int, gpus: Sequence[torch.device]) -> list[int]:
     Raises ValueError for an empty batch, which scatter can't split.
     """
     if batch_size < 1:
-        raise ValueError(f"a batch has at least one sample, got {batch_size}")
+        raise ValueError(f"a batch needs at least one sample, got {batch_size}")
     chunks = scatter(torch.empty(batch_size, 1, device=gpus[0]), list(gpus))
     sizes = [len(chunk) for chunk in chunks]
     return sizes + [0] * (len(gpus) - len(sizes))
@@ -72,7 +72,7 @@ def show_parts(
     seen = {}
 
     def note(replica: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        # A replica's parameters are plain tensors, which parameters() does not list.
+        # A replica's parameters are plain tensors, which parameters() doesn't list.
         weights = sum(attrgetter(name)(replica).numel() for name in names)
         seen[output.device] = inputs[0], weights, output
 
@@ -111,7 +111,7 @@ def show_step(steps: Sequence[Snapshot], number: int) -> None:
 
 
 def iteration_explorer(steps: Sequence[Snapshot]) -> ipywidgets.Widget:
-    """Back and forth through the steps: a slider, and two buttons for the keyboard."""
+    """Step back and forth: a slider, and two buttons for the keyboard."""
     number = ipywidgets.IntSlider(1, min=1, max=len(steps), description="step")
     back = ipywidgets.Button(description="back", icon="arrow-left")
     forth = ipywidgets.Button(description="forth", icon="arrow-right")

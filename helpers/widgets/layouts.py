@@ -22,7 +22,7 @@ from vgpu.units import format_bytes, format_seconds
 GPUS, GPU, MODEL = 64, "H100", "70B"
 TP, DP_REPLICATE, BATCHES = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8, 16)
 FIRST = (8, 1, 8, "full")
-"""What the controls say at first."""
+"""The initial values of the controls."""
 NETWORKS = ("InfiniBand NDR", "InfiniBand HDR", "InfiniBand EDR", "Ethernet 100")
 
 
@@ -50,8 +50,8 @@ def answer_table(found: ExtrapolatedStep, network: str) -> Table:
     return Table(
         (f"{found.plan.layout}, batch {found.plan.batch}", ""),
         [
-            ("tokens/s a GPU", f"{speed:,.0f}"),
-            ("a step", f"{format_seconds(seconds)}, {found.plan.tokens:,} tokens"),
+            ("tokens/s per GPU", f"{speed:,.0f}"),
+            ("one step", f"{format_seconds(seconds)}, {found.plan.tokens:,} tokens"),
             ("allocated", f"{format_bytes(allocated)} of {format_bytes(room)}: {fits}"),
         ],
         caption=f"Llama {MODEL} on {GPUS} {GPU}s, {network}; counted, and in virtual time",

@@ -129,7 +129,9 @@ def offered(controls: Controls, few: Few) -> dict[str, list[tuple[str, Any]]]:
         if lacking := [value for value in kept if value not in values]:
             raise ValueError(f"control {name!r} has no {lacking}; it has {values}")
         if control.value not in kept:
-            raise ValueError(f"control {name!r} says {control.value!r}, which is not among {kept}")
+            raise ValueError(
+                f"control {name!r} is set to {control.value!r}, which isn't among {kept}"
+            )
         values_of[name] = [(words, value) for words, value in every if value in kept]
     if (count := math.prod(map(len, values_of.values()))) > MOST_ANSWERS:
         raise ValueError(

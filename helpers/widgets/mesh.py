@@ -61,7 +61,7 @@ def answer(
 
 
 def tokens_per_s(step: MeshStep, sequences: int) -> float:
-    """Of one GPU."""
+    """Tokens/s of one GPU."""
     return sequences * MODEL.sequence / step.seconds / GPUS
 
 
@@ -84,11 +84,11 @@ def answer_table(step: MeshStep, sequences: int) -> Table:
     fits = "fits" if step.held_bytes < room else "does not fit"
     caption = (
         f"One step, predicted: {format_seconds(step.seconds)}, of which "
-        f"{format_seconds(step.compute_s)} is computing and {format_seconds(step.bubble_s)} the "
-        f"pipeline's bubble; {tokens_per_s(step, sequences):.0f} tokens/s a GPU. Parameters, "
+        f"{format_seconds(step.compute_s)} is computing and {format_seconds(step.bubble_s)} is the "
+        f"pipeline's bubble; {tokens_per_s(step, sequences):.0f} tokens/s per GPU. Parameters, "
         f"gradients and optimizer: {format_bytes(step.held_bytes)} of {format_bytes(room)}: {fits}."
     )
-    header = ("dimension", "GPU 0 talks to", "over", "a GPU sends", "sending", "nothing beside it")
+    header = ("dimension", "GPU 0 talks to", "over", "a GPU sends", "sending", "exposed")
     return Table(header, rows, caption=caption)
 
 
@@ -121,7 +121,7 @@ def mesh_explorer() -> ipywidgets.Widget:
         "tensor": steps("tensor", [1, 2, 4, 8], 8),
         "context": steps("context", [1, 2, 4, 8], 1),
         "pipeline": steps("pipeline", [1, 2, 4, 8], 1),
-        "order": ipywidgets.Dropdown(options=orders, description="neighbours first", **wide),
+        "order": ipywidgets.Dropdown(options=orders, description="neighbors first", **wide),
         "sequences": steps("sequences", [16, 32, 64, 128, 256], 64),
         "network": ipywidgets.Dropdown(options=NETWORKS, description="network"),
     }

@@ -20,8 +20,8 @@ from vgpu.plan.schedules import KINDS, SimulatedSchedule, Times, peaks_in_flight
 from vgpu.tables import Table
 from vgpu.units import format_bytes, format_seconds
 
-# The network and the batch of the times that are not units: float16, 10 billion parameters, which
-# is more than the largest GPU of the presets can train.
+# The network and batch for times that aren't in units: float16, 10 billion parameters, more than
+# the largest GPU of the presets can train.
 LAYERS, WIDTH, HEADS, TOKENS, BATCH = 32, 5120, 40, 512, 64
 
 # Mixed precision with Adam: weight and gradient in float16; weight, momentum and variance in
@@ -87,7 +87,7 @@ def answer(kind: str, devices: int, micro_batches: int, gpu: str | None = None) 
     if BATCH % micro_batches or LAYERS % schedule.stages:
         raise ValueError(
             f"{BATCH} sequences in {micro_batches} micro-batches, {LAYERS} layers in "
-            f"{schedule.stages} stages: that does not divide evenly"
+            f"{schedule.stages} stages: that doesn't divide evenly"
         )
     cost = layer_cost(gpu, BATCH // micro_batches)
     layers = LAYERS // devices
@@ -99,7 +99,7 @@ def answer(kind: str, devices: int, micro_batches: int, gpu: str | None = None) 
 @cache
 def layer_cost(gpu: str, sequences: int) -> LayerCost:
     """One transformer layer, forward and backward, in virtual time on one GPU of that name."""
-    # Measured one layer at a time, so room for a whole network is no matter here.
+    # Recorded one layer at a time, so a whole network doesn't have to fit.
     with vgpu.enable(1, gpu=gpu, memory_bytes=2**50) as lab, vgpu.shapes_only():
         (device,) = lab.devices
         here: dict[str, Any] = {"device": device, "dtype": torch.float16}

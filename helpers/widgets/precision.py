@@ -12,7 +12,7 @@ from helpers.widgets.live import explorer, steps
 from vgpu.tables import Table
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-SCALES = ("tensor", "row", "block of 32")
+SCALES = ("tensor", "row", "block of 32", "MXFP8 block")  # the last: a power of 2
 LARGER = ("one number", "one channel", "one token")
 TIMES = (1, 100, 10_000, 100_000, 1_000_000)
 TOKENS, WIDTH = 256, 512
@@ -47,10 +47,13 @@ def answer(format_name: str, per: str, larger: str, times: float) -> Answer:
     others = torch.ones_like(x, dtype=torch.bool)
     x[part] *= times
     others[part] = False
-    groups = x.unflatten(-1, (-1, 32)) if per == "block of 32" else x
+    groups = x.unflatten(-1, (-1, 32)) if "block" in per else x
     largest = groups.abs().amax() if per == "tensor" else groups.abs().amax(-1, keepdim=True)
     dtype = FORMATS[format_name]
-    scale = (torch.finfo(dtype).max / largest).expand_as(groups).reshape(x.shape)
+    scale = torch.finfo(dtype).max / largest
+    if "MXFP8" in per:
+        scale = scale.log2().floor().exp2()
+    scale = scale.expand_as(groups).reshape(x.shape)
     scaled = (x * scale)[others]
     kept = scaled.to(dtype).float()
     off = (kept - scaled) / scale[others]

@@ -6,10 +6,10 @@ import ipywidgets
 import torch
 
 from helpers.plots.collectives import ring
-from helpers.plots.style import RANK_COLOURS
+from helpers.plots.style import RANK_COLORS
 from helpers.widgets.live import explorer
 
-MOST_RANKS = len(RANK_COLOURS)
+MOST_RANKS = len(RANK_COLORS)
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class RingState:
 def ring_states(ranks: int) -> list[RingState]:
     """The states of a ring all-reduce: the start, then one after each of 2 * (ranks - 1) steps.
 
-    Rank r starts with 1, 2, 3, ... times 10**r, one number a chunk. Raises ValueError for fewer
-    ranks than 1 or more than ``MOST_RANKS``, the number of colours.
+    Rank r starts with 1, 2, 3, ... times 10**r, one number per chunk. Raises ValueError for fewer
+    than 1 or more than ``MOST_RANKS`` ranks, the number of colors.
     """
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"a ring is drawn for 1 to {MOST_RANKS} ranks, got {ranks}")
@@ -52,7 +52,7 @@ def describe_step(ranks: int, step: int) -> str:
     """A description of the ring after ``step`` steps, and of what each rank has sent so far."""
     last = 2 * (ranks - 1)
     if step == 0:
-        return f"At the start every rank holds {ranks} chunks of its own."
+        return f"At the start, every rank holds {ranks} chunks of its own."
     phase = "was added" if step < ranks else "replaced what was there"
     text = f"Step {step} of {last}: each rank sent one chunk to the next, where it {phase}."
     text += f"\nSent so far by each rank: {step}/{ranks} of a tensor."

@@ -15,7 +15,7 @@ NUMBERS = {"bfloat16": 16, "float8": 8}
 
 
 def server_of(model: str, gpus: int, numbers: str) -> Server:
-    """On H100s, tensor parallel inside a host of eight; 16 are two stages."""
+    """A server on H100s, tensor-parallel within a host of eight; 16 GPUs make two stages."""
     bits = NUMBERS[numbers]
     return Server(LLAMA[model], min(gpus, 8), max(1, gpus // 8), weight_bits=bits, cache_bits=bits)
 
@@ -32,7 +32,7 @@ def server_table(server: Server, context: int) -> Table:
     """Bytes, how many sequences fit into the cache, and the times of a prompt and a token."""
     rows = [
         ("weights, a GPU", format_bytes(server.weight_bytes)),
-        ("cache, a GPU and token", format_bytes(server.cache_bytes_per_token)),
+        ("cache per token on a GPU", format_bytes(server.cache_bytes_per_token)),
         (f"sequences of {context:,} tokens", f"{server.most_sequences(context):,} fit"),
     ]
     if server.most_sequences(context):

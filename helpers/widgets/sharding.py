@@ -20,7 +20,7 @@ GPUS_PER_HOST = 8
 
 _BYTES = {"parameters": 2, "gradients": 2, "optimizer state": 12}
 
-# What is cut, by the name of the way.
+# What's sharded, by the name of the way.
 _CUT: dict[str, tuple[str, ...]] = {
     "nothing (DDP)": (),
     "optimizer state (ZeRO-1)": ("optimizer state",),
@@ -33,7 +33,7 @@ WAYS = tuple(_CUT)
 
 @dataclass(frozen=True)
 class Answer:
-    """Bytes per GPU by cause, and bytes that one GPU sends in a step, inside and between hosts."""
+    """Bytes per GPU by cause, and those a GPU sends in a step, on average, inside and between hosts."""
 
     parameters: int
     held: dict[str, int]
@@ -50,13 +50,13 @@ def answer(sizes: TransformerSizes, gpus: int, way: str) -> Answer:
     """Bytes held and sent by ``gpus`` GPUs, in hosts of 8, for a transformer sharded in this way.
 
     Whole blocks are gathered, the next one while one computes. Bytes sent are a ring's: groups of up to 8
-    stay inside a host; a larger ring counts as traffic between hosts. Raises ValueError for an unknown way,
-    or a number of GPUs that doesn't fill hosts.
+    stay inside a host; a larger ring leaves each host once. Raises ValueError for an unknown way, or a
+    number of GPUs that doesn't fill hosts.
     """
     if way not in _CUT:
-        raise ValueError(f"no way {way!r} to cut; there are {', '.join(WAYS)}")
+        raise ValueError(f"no way {way!r} to shard; there are {', '.join(WAYS)}")
     if gpus < 1 or (gpus > GPUS_PER_HOST and gpus % GPUS_PER_HOST):
-        raise ValueError(f"{gpus} GPUs are no whole hosts of {GPUS_PER_HOST}, nor a part of one")
+        raise ValueError(f"{gpus} GPUs don't fill hosts of {GPUS_PER_HOST}, and aren't part of one")
     count = sizes.parameters
     hybrid = way == WAYS[-1]
     ways = min(gpus, GPUS_PER_HOST) if hybrid else gpus
@@ -71,8 +71,10 @@ def answer(sizes: TransformerSizes, gpus: int, way: str) -> Answer:
     sent = rounds * (ways - 1) / ways * tensor_bytes
     hosts = gpus // ways
     slices = 2 * (hosts - 1) / hosts * tensor_bytes / ways if hybrid else 0.0
-    inside = ways <= GPUS_PER_HOST
-    return Answer(count, held, sent if inside else 0.0, slices if inside else sent)
+    # Of the GPUs of a host in a longer ring, one sends to the next host.
+    across = slices if ways <= GPUS_PER_HOST else sent / GPUS_PER_HOST
+    inside = sent if ways <= GPUS_PER_HOST else sent - across
+    return Answer(count, held, inside, across)
 
 
 def answer_table(result: Answer, gpus: int, gpu: str) -> Table:
@@ -84,8 +86,16 @@ def answer_table(result: Answer, gpus: int, gpu: str) -> Table:
         (f"{result.parameters / 1e9:.1f} billion parameters on {gpus} × {gpu}", "", ""),
         [
             ("on each GPU", format_bytes(held), f"of {format_bytes(room)}: {verdict}"),
-            ("sent inside the host", format_bytes(result.inside_bytes), "by each GPU in a step"),
-            ("sent across hosts", format_bytes(result.across_bytes), "by each GPU in a step"),
+            (
+                "sent inside the host",
+                format_bytes(result.inside_bytes),
+                "by each GPU in a step, on average",
+            ),
+            (
+                "sent across hosts",
+                format_bytes(result.across_bytes),
+                "by each GPU in a step, on average",
+            ),
         ],
         caption="calculated from the model's counted parameters",
     )
@@ -98,7 +108,7 @@ def show_answer(model: str, gpus: int, way: str, gpu: str) -> None:
         {name: each.held for name, each in result.items()},
         capacity_bytes=vgpu.PRESETS[gpu].memory_bytes,
         message=f"Llama {model} on {gpus} GPUs; dashed, one {gpu}",
-        how="16 bytes a parameter, and two gathered blocks; no activations",
+        how="16 bytes per parameter, and two gathered blocks; no activations",
     )
     display(answer_table(result[way], gpus, gpu))
 

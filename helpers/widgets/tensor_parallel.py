@@ -15,11 +15,11 @@ from vgpu.units import format_seconds
 
 WIDTHS = (1024, 2048, 4096, 8192, 16384)
 DEGREES = (1, 2, 4, 8, 16)
-# What each is called: the link inside a host, and how many GPUs of the group a host has.
+# By name: the link inside a host, and how many GPUs of the group each host has.
 PLACES: dict[str, tuple[str, int]] = {
     "NVLink 4": ("NVLink 4", 8),
     "PCIe 5": ("PCIe 5", 8),
-    "InfiniBand NDR, one GPU a host": ("NVLink 4", 1),
+    "InfiniBand NDR, one GPU per host": ("NVLink 4", 1),
 }
 
 Layer = Callable[..., Timeline]
@@ -29,12 +29,12 @@ Layer = Callable[..., Timeline]
 def layer_on(layer: Layer, width: int, degree: int, place: str) -> Timeline:
     """The timeline of a layer on ``degree`` GPUs connected by ``place``, one of PLACES.
 
-    ValueError for a width with less than one head of 128 per GPU.
+    Raises ValueError for a width with less than one head of 128 per GPU.
     """
     if width // 128 < degree:
         raise ValueError(
             f"a layer of width {width} has {width // 128} heads of 128, too few for {degree} GPUs: "
-            "take fewer GPUs or a wider layer"
+            "use fewer GPUs or a wider layer"
         )
     link, most_a_host = PLACES[place]
     return layer(width, degree, -(-degree // most_a_host), link=link)

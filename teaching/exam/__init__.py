@@ -1,1 +1,1 @@
-"""An exam: thirteen tasks, their checks, and the sheet to hand out. Not a part of the student's edition."""
+"""An exam: thirteen tasks, their checks, and the sheet to hand out. Not part of the student edition."""

@@ -1,8 +1,8 @@
-"""The exam's sheet to hand out: without solutions, and without what only the teacher's copy needs.
+"""The exam sheet to hand out: without solutions, and without what only the teacher's copy needs.
 
     python -m teaching.exam build/99_exam.ipynb
 
-Learners put it beside the lessons' notebooks. ``make class`` judges it like a lesson.
+Learners put it next to the lessons' notebooks. ``make class`` judges it like a lesson.
 """
 
 import argparse
@@ -17,7 +17,7 @@ JUDGED_LATER = "# Save the notebook and hand it in: your answer is judged then."
 
 
 def sheet(notebook: dict[str, Any]) -> dict[str, Any]:
-    """The exam (nbformat 4 as a dictionary) as learners get it; a new dictionary."""
+    """The exam as learners get it, as a new dictionary (nbformat 4)."""
     made = json.loads(json.dumps(notebook))
     kept = []
     for cell in made["cells"]:
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("target", type=Path, help="a new file, such as build/99_exam.ipynb")
     target = parser.parse_args(arguments).target
     if target.exists():
-        sys.exit(f"exam: {target} exists already: choose another name, or remove it first")
+        sys.exit(f"exam: {target} already exists: choose another name, or remove it first")
     target.parent.mkdir(parents=True, exist_ok=True)
     made = sheet(lessons.raw(lessons.EXAM))
     target.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

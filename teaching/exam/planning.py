@@ -17,12 +17,12 @@ from vgpu.profiling import memory
 from vgpu.units import format_bytes
 
 
-@exercise("99.6", "Go on with other ranks")
+@exercise("99.6", "Continue with other ranks")
 def remaining(answer: Callable[..., list[list[int]]]) -> dict[str, Any]:
     for samples, done, ranks, batch_size in ((24, 8, 2, 4), (37, 12, 3, 4), (50, 0, 4, 5)):
         order = random.sample(range(1000), samples)
         given = f"{samples} samples, {done} done, {ranks} ranks with batches of {batch_size}"
-        with for_input(given, "A rank's batches are lists of indices out of order."):
+        with for_input(given, "A rank's batches are lists of indices from `order`."):
             batches = [answer(list(order), done, r, ranks, batch_size) for r in range(ranks)]
             _same_number(batches)
             together = ranks * batch_size
@@ -39,8 +39,8 @@ def _same_number(batches: list[list[list[int]]]) -> None:
     if len(set(counts)) > 1:
         raise Wrong(
             yours=f"{counts} batches on the ranks",
-            expected="as many on each rank",
-            hint="A rank without a batch would not call the next all-reduce.",
+            expected="equally many on each rank",
+            hint="A rank without a batch wouldn't call the next all-reduce.",
         )
 
 
@@ -48,8 +48,8 @@ def _judge_step(parts: list[list[int]], expected: list[int], given: str) -> None
     seen = [index for part in parts for index in part]
     if sorted(seen) != sorted(expected):
         raise Wrong(
-            yours=f"the ranks together see {sorted(seen)}",
-            expected=f"the next ones of the order, {sorted(expected)}",
+            yours=f"together, the ranks see {sorted(seen)}",
+            expected=f"the next ones in order, {sorted(expected)}",
             given=given,
             hint="After each step, the samples seen by all ranks must be the first ones of the order.",
         )
@@ -63,7 +63,7 @@ def _judge_step(parts: list[list[int]], expected: list[int], given: str) -> None
         )
 
 
-@exercise("99.7", "Play a schedule")
+@exercise("99.7", "Simulate a schedule")
 def makespan(answer: Callable[..., float | None]) -> dict[str, Any]:
     played = schedules.all_forward_all_backward, schedules.one_forward_one_backward
     kinds: tuple[Any, ...] = (*played, *_STUCK)
@@ -81,28 +81,28 @@ def makespan(answer: Callable[..., float | None]) -> dict[str, Any]:
             expected = schedules.simulate(schedule, times).makespan
         given = f"forward {forward_s} s, backward {backward_s} s, orders {orders}"
         with for_input(
-            given, "Start each action as soon as its GPU is free and its inputs are there."
+            given, "Start each action as soon as its GPU is free and its inputs are available."
         ):
             yours = answer([list(row) for row in orders], forward_s, backward_s)
             if isinstance(make, str) and yours is not None:
-                hint = f"{make} None, if no GPU can go on."
+                hint = f"{make} None, if no GPU can continue."
                 raise Wrong(yours=yours, expected="None", hint=hint)
             if expected is None:
                 continue
             if not isinstance(yours, Real):
                 raise Wrong(yours=yours, expected=f"{expected} s")
             if not math.isclose(yours, expected):
-                hint = "A backward needs that of the next stage; a forward that of the one before."
+                hint = "A backward needs the next stage's; a forward needs the previous stage's."
                 if yours > expected:
                     hint = (
                         "GPUs work in parallel, and each action starts as soon as it can. The end is when the "
                         "last GPU is done."
                     )
                 raise Wrong(yours=f"{yours} s", expected=f"{expected} s", hint=hint)
-    return {"played": "all forward, all backward; 1F1B; and two that come to a stop"}
+    return {"simulated": "all forward, all backward; 1F1B; and two that get stuck"}
 
 
-# Orders that come to a stop, by the reason.
+# Orders that get stuck, by the reason.
 _STUCK = {
     "Here each GPU waits for the other.": [
         [("F", 0), ("B", 0), ("F", 1), ("B", 1)],
@@ -113,7 +113,7 @@ _STUCK = {
 
 
 MOST_SAMPLES = 20_000
-"""What ``peak`` takes, as the task says: more would be this machine's memory and time."""
+"""The most that ``peak`` accepts, as the task says; more would take this machine too much memory and time."""
 
 
 @exercise("99.8", "The largest batch")
@@ -121,7 +121,7 @@ def largest_batch(answer: Callable[[Callable[[int], int], int], int]) -> dict[st
     (gpu,) = devices.lab(1)
     for width in random.sample(range(200, 400, 8), 2):
         step = _step(width, gpu)
-        step(2)  # the first step makes Adam's state
+        step(2)  # the first step creates Adam's state
         about = random.randint(2500, 4000)
         budget_bytes = step(about) + random.randint(0, 4000)
         asked: list[int] = []
@@ -132,7 +132,7 @@ def largest_batch(answer: Callable[[Callable[[int], int], int], int]) -> dict[st
                 raise Wrong(
                     yours=f"peak({batch_size:,})",
                     expected=f"at most {MOST_SAMPLES:,} samples, as the task says",
-                    hint="The two points of a line need not be far apart.",
+                    hint="The two points of a line needn't be far apart.",
                 )
             return step(batch_size)
 
@@ -159,7 +159,7 @@ def largest_batch(answer: Callable[[Callable[[int], int], int], int]) -> dict[st
 
 
 def _step(width: int, gpu: torch.device) -> Callable[[int], int]:
-    """A function that trains a new network for one step: the most bytes, its own state included."""
+    """A function that trains a new network for one step; returns the peak bytes, including its own state."""
     layers = nn.Linear(64, width), nn.Linear(width, width), nn.Linear(width, 10)
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2]).to(gpu)
     optimizer = torch.optim.Adam(model.parameters())
@@ -180,15 +180,15 @@ def _step(width: int, gpu: torch.device) -> Callable[[int], int]:
 
 
 def _hint_for_batch(asked: Sequence[int]) -> str:
-    # Counted: up to 190 to 320 samples the peak is in the update, by the width; from about 450 on
-    # each sample adds the same bytes.
+    # Counted: depending on the width, the peak is in the update up to 190 to 320 samples; from
+    # about 450 on, each sample adds the same bytes.
     small = [size for size in asked if size <= 450]
     if small:
         return (
-            f"With {min(small)} samples the peak is in the update or near it, where samples count "
-            "little or nothing. Measure where activations decide."
+            f"With {min(small)} samples, the peak is in the update or near it, where samples matter "
+            "little or not at all. Measure where activations dominate."
         )
-    return "A part of the bytes is there for any batch; the rest grows with it."
+    return "Part of the bytes is the same for any batch; the rest grows with it."
 
 
 def _judge_batch(
@@ -205,6 +205,6 @@ def _judge_batch(
     if step(more) <= budget_bytes:
         raise Wrong(
             yours=f"{yours} samples, {format_bytes(held)}",
-            expected=f"the most that fit; {more} samples would, too",
+            expected=f"the most that fit; {more} samples would fit, too",
             hint=hint,
         )

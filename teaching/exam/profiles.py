@@ -1,4 +1,4 @@
-"""Checks of the exam's last tasks: a trace, gradients of few bits, the cache of many users."""
+"""Checks of the exam's last tasks: a trace, gradients with few bits, the cache of many users."""
 
 import random
 from collections.abc import Callable
@@ -35,10 +35,12 @@ def waits_us(answer: Callable[[list[Row]], list[float]]) -> dict[str, Any]:
                     given=given,
                     hint="That's how late each rank is. The late one doesn't wait."
                     if yours == late
-                    else "Rows come in any order, and only kernels count: of each rank, sort them "
+                    else "Rows are in random order, and only kernels count: sort each rank's "
                     "by ts. A wait ends when the last rank has arrived.",
                 )
-    return {"the last one": f"waits of {yours} µs: rank {yours.index(min(yours))} is waited for"}
+    return {
+        "the last one": f"waits of {yours} µs: the others wait for rank {yours.index(min(yours))}"
+    }
 
 
 def _trace(ranks: int, collectives: int) -> tuple[list[list[float]], list[Row]]:
@@ -78,11 +80,11 @@ def sent(
         gradients = [mean + 0.1 * torch.randn(16) for _ in range(steps)]
         before = [gradient.clone() for gradient in gradients]
         given = f"{steps} gradients, compressed to {dtype}"
-        with for_input(given, "Return a list: what is sent in each step."):
+        with for_input(given, "Return a list: what's sent in each step."):
             yours = list(answer(gradients, compress))
             if not all(map(torch.equal, gradients, before)):
                 raise Wrong(
-                    yours="the gradients are changed",
+                    yours="modified gradients",
                     expected="gradients as they were",
                     given=given,
                     hint="+= writes into the tensor that you were given.",
@@ -93,7 +95,7 @@ def sent(
                     yours=f"{len(yours)} tensors of {types}",
                     expected=f"{steps} of {dtype}",
                     given=given,
-                    hint="What is sent is what compress returns, once for each step.",
+                    hint="Send what compress returns, once per step.",
                 )
             rest = torch.zeros(16)
             for gradient, tensor in zip(before, yours, strict=True):
@@ -129,7 +131,7 @@ def pages(answer: Callable[[list[list[int]], int], int]) -> dict[str, Any]:
         (
             [[*system[:4], *own], [*reversed(own), *own]],
             4,
-            "Keys depend on all tokens before: the same tokens behind others need other pages.",
+            "Keys depend on all earlier tokens: the same tokens after different ones need other pages.",
         ),
         (
             [system[:6], system[:6]],

@@ -23,12 +23,12 @@ def largest_of_all(answer: Callable[[torch.Tensor, int], torch.Tensor]) -> dict[
         for rank, ((yours, place), calls) in enumerate(results):
             hint = "All ranks return the k largest of all scores, in descending order."
             if isinstance(yours, torch.Tensor) and (yours == 0).any():
-                hint = "Scores may all be below zero: the placeholder for a missing one must lose."
+                hint = "All scores may be below zero: the placeholder for a missing one must lose."
             where = f"{given}; on rank {rank}"
             expect_equal(yours, expected, given=where, hint=hint)
             _on_its_gpu(place, where)
-            _within(calls, 1, k, where, "k numbers of each rank do.")
-    return {"sent": f"one {calls[0][0]}, of {k} numbers a rank"}
+            _within(calls, 1, k, where, "k numbers from each rank are enough.")
+    return {"sent": f"one {calls[0][0]}, of {k} numbers per rank"}
 
 
 def _on_gpu(
@@ -55,9 +55,9 @@ def _largest(
 
 
 def _place(yours: Any) -> str:
-    """On a rank: the device of a tensor that is not on the rank's GPU; else ""."""
+    """On a rank: the device of a tensor that isn't on the rank's GPU; otherwise ""."""
     elsewhere = isinstance(yours, torch.Tensor) and yours.device != own_gpu()
-    return f"{yours.device}, and the rank's GPU is {own_gpu()}" if elsewhere else ""
+    return f"{yours.device}, but the rank's GPU is {own_gpu()}" if elsewhere else ""
 
 
 def _on_its_gpu(place: str, given: str) -> None:
@@ -71,7 +71,7 @@ def _on_its_gpu(place: str, given: str) -> None:
 
 
 def _within(calls: CollectiveCalls, most: int, largest: int, given: str, hint: str) -> None:
-    """Wrong for more than ``most`` collectives, for more numbers given to one, and for none."""
+    """Raise Wrong for more than ``most`` collectives, for too many numbers given to one, and for none."""
     if 0 < len(calls) <= most and all(size <= largest for _, size in calls):
         return
     spent = ", ".join(f"{name}, to which the rank gives {size}" for name, size in calls)
@@ -109,7 +109,7 @@ def clip_sharded(answer: Callable[..., Any]) -> dict[str, Any]:
                         mine,
                         gradient * scale,
                         given=f"a {name} gradient; {where}",
-                        hint="Scale every gradient in place, and never make one larger.",
+                        hint="Scale every gradient in place, and never make it larger.",
                         rtol=1e-4,
                         atol=1e-5,
                     )
@@ -157,9 +157,9 @@ def _hint_for_norm(
     if not isinstance(yours, torch.Tensor | int | float):
         return ""
     if near((shards.sum() + len(parts) * common).sqrt()):
-        return "Each rank has the same replicated gradients: they count once, not once a rank."
+        return "Each rank has the same replicated gradients: count them once, not once per rank."
     if near((shards[rank] + common).sqrt()):
-        return "This is the norm of what one rank has. The others hold the rest of the gradient."
+        return "This is the norm of what one rank has. The others have the rest of the gradient."
     if near((shards + common).sqrt().sum()) or near(shards.sqrt().sum() + common.sqrt()):
         return "Norms don't add up; their squares do."
     return "The square of the norm is the sum of the squares of all numbers."
@@ -169,7 +169,7 @@ def _hint_for_norm(
 def likeliest(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     for ranks, tokens, words in ((2, 5, 1500), (3, 4, 1000)):
         expected = torch.randint(ranks * words, (tokens,))
-        # A word of a later rank's part, whose number neither of the 16-bit floats can hold.
+        # A word in a later rank's part, whose index neither 16-bit float can represent.
         expected[0] = random.randrange(2049, ranks * words, 2)
         logits = -torch.randint(100, (tokens, ranks * words)).bfloat16()
         logits[torch.arange(tokens), expected] = 50
@@ -178,15 +178,15 @@ def likeliest(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
         results = on_ranks(_on_gpu, ranks, _found, answer, parts, given=given, gpu=GPU)
         for rank, ((yours, place), calls) in enumerate(results):
             where = f"{given}; on rank {rank}"
-            hint = "Return the number of a word, for each token, as an integer tensor."
+            hint = "Return a word's index for each token, as an integer tensor."
             if isinstance(yours, torch.Tensor) and yours.shape == expected.shape:
                 hint = _hint_for_words(yours, expected, words)
                 if yours.dtype in _INTEGERS:
                     yours = yours.long()
             expect_equal(yours, expected, given=where, hint=hint)
             _on_its_gpu(place, where)
-            _within(calls, 2, 2 * tokens, where, "Two numbers a token and rank do.")
-    return {"sent": " and ".join(f"{name} of {size} numbers a rank" for name, size in calls)}
+            _within(calls, 2, 2 * tokens, where, "Two numbers per token and rank are enough.")
+    return {"sent": " and ".join(f"{name} of {size} numbers per rank" for name, size in calls)}
 
 
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
@@ -194,12 +194,14 @@ _INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 def _hint_for_words(yours: torch.Tensor, expected: torch.Tensor, words: int) -> str:
     if torch.equal(yours.double(), expected.double()):
-        return "The numbers are right. Return them as integers."
+        return "The indices are right. Return them as integers."
     if torch.equal(yours % words, expected % words):
-        return "Right within its part. A rank's words begin at rank times the size of a part."
+        return "Right within its part. A rank's words start at rank times the size of a part."
     if ((yours - expected).abs() <= expected / 100).all():
-        return "Close: 16-bit floats have 8 or 11 bits for whole numbers, too few for a word's."
-    return "First the largest of each rank and where it is, then the largest of these."
+        return (
+            "Close: 16-bit floats have 8 or 11 bits for whole numbers, too few for a word's index."
+        )
+    return "First find each rank's largest and where it is, then the largest of those."
 
 
 def _found(

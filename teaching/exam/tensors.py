@@ -13,7 +13,7 @@ from helpers import devices
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 
 
-@exercise("99.1", "What lies elsewhere")
+@exercise("99.1", "What is elsewhere")
 def elsewhere(answer: Callable[[nn.Module, torch.device], list[str]]) -> dict[str, Any]:
     gpus = devices.lab(2)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -28,14 +28,12 @@ def elsewhere(answer: Callable[[nn.Module, torch.device], list[str]]) -> dict[st
         (gpus[1], 0, [*first, "2.bias"]),
         (torch.device(gpus[0].type), 1, [*first, "2.bias"]),
     ):
-        given = f"device {device}, while GPU {current} is the current one"
+        given = f"device {device}, while GPU {current} is current"
         with for_input(given, "Return names, as a list."), api.device(current):
             yours = answer(model, device)
             hint = "Names are those of named_parameters() and named_buffers()."
             if device.index is None:
-                hint = (
-                    "A device without an ordinal is the current one; it equals no tensor's device."
-                )
+                hint = "A device without an ordinal is the current one, but it doesn't equal any tensor's device."
             elif isinstance(yours, list) and set(expected) - set(yours) == {"0.scale"}:
                 hint = "A buffer is missing: state_dict() leaves out those with persistent=False."
             elif isinstance(yours, list) and set(yours) < set(expected):
@@ -43,7 +41,7 @@ def elsewhere(answer: Callable[[nn.Module, torch.device], list[str]]) -> dict[st
             expect_equal(
                 sorted(yours) if isinstance(yours, list) else yours, sorted(expected), hint=hint
             )
-    return {"found": f"{len(expected)} tensors that lay elsewhere, also for {device}"}
+    return {"found": f"{len(expected)} tensors that were elsewhere, also for {device}"}
 
 
 def _named_on(model: nn.Module, device: torch.device) -> list[str]:
@@ -57,13 +55,13 @@ def rounded(answer: Callable[[torch.Tensor, float], torch.Tensor]) -> dict[str, 
         x = torch.randn(6).mul(3).requires_grad_()
         before, weights = x.detach().clone(), torch.randn(6)
         given = f"step {step} and {x.tolist()}"
-        with for_input(given, "The values are rounded; the gradient passes as if they were not."):
+        with for_input(given, "The values are rounded; the gradient passes as if they weren't."):
             yours = answer(x, step)
             values = torch.round(before / step) * step
             expect_close(yours.detach(), values, hint="Multiples of step, the nearest ones.")
             if not torch.equal(x.detach(), before):
                 raise Wrong(
-                    yours="the input itself is rounded",
+                    yours="the input itself, rounded",
                     expected="an unchanged input",
                     hint="Writing to .data changes what everyone else reads.",
                 )
@@ -77,13 +75,13 @@ def rounded(answer: Callable[[torch.Tensor, float], torch.Tensor]) -> dict[str, 
             expect_close(
                 x.grad,
                 weights,
-                hint="round has the gradient 0. Let it act on a part that autograd does not see.",
+                hint="round has a gradient of 0. Apply it to a part that autograd doesn't see.",
             )
             if _has_function(yours):
                 raise Wrong(
                     yours="the right gradient, by a torch.autograd.Function",
                     expected="the same without one",
-                    hint="Add to x what rounding changes, as a part that autograd does not see.",
+                    hint="Add to x what rounding changes, as a part that autograd doesn't see.",
                 )
     return {"gradient": "that of the identity", "values": f"multiples of {step}"}
 
@@ -91,7 +89,7 @@ def rounded(answer: Callable[[torch.Tensor, float], torch.Tensor]) -> dict[str, 
 def _has_function(result: torch.Tensor) -> bool:
     """Whether its graph has a step whose backward is written in Python."""
     found = [result.grad_fn]
-    for node in found:  # grows while it is walked
+    for node in found:  # grows during the loop
         following = (other for other, _ in node.next_functions) if node else ()
         found += [other for other in following if other not in found]
     return any(isinstance(node, BackwardCFunction) for node in found)
@@ -125,7 +123,7 @@ def average_of_weights(answer: Callable[[nn.Module, nn.Module, float], Any]) -> 
                 raise Wrong(
                     yours="new tensors in the average",
                     expected="the same ones, changed in place",
-                    hint="Whoever holds the average's tensors would keep the old values.",
+                    hint="Anyone who holds the average's tensors would keep the old values.",
                 )
             for name, tensor in model.state_dict().items():
                 expect_equal(tensor.cpu(), trained[name], hint="The model itself must not change.")
@@ -136,8 +134,8 @@ def _mixed(name: str) -> str:
     if "num_batches" in name:
         return "Don't average a count: take the model's."
     if "running" in name:
-        return "Buffers decide what the averaged model computes, too."
-    return "decay is the share of the old average."
+        return "Buffers, too, affect what the averaged model computes."
+    return "decay is the weight of the old average."
 
 
 @exercise("99.4", "BatchNorm's statistics under DataParallel")

@@ -1,1 +1,1 @@
-"""What the site's pages are made of: text, styles, scripts, and explorers without a kernel."""
+"""The parts of the site's pages: text, styles, scripts, and explorers without a kernel."""

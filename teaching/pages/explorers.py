@@ -1,4 +1,4 @@
-"""An explorer on a page without a kernel: its controls choose among the answers it gave before."""
+"""An explorer on a page without a kernel: its controls choose among precomputed answers."""
 
 import base64
 import hashlib
@@ -23,10 +23,10 @@ NO_SCRIPT = "Without JavaScript only the first answer shows."
 
 
 def put_in_page(cell: nbformat.NotebookNode, pictures: Path) -> int:
-    """Replace what the explorers of an executed cell showed at first by explorers for a page.
+    """Replace the first pictures of an executed cell's explorers with explorers for a page.
 
-    Their pictures are written to ``pictures``, a folder that the page finds under
-    ``_static/explorers``. Returns the number of answers.
+    Their pictures are written to the folder ``pictures``, which is ``_static/explorers`` on the
+    page. Returns the number of answers.
     """
     outputs: list[nbformat.NotebookNode] = []
     count = 0
@@ -36,7 +36,7 @@ def put_in_page(cell: nbformat.NotebookNode, pictures: Path) -> int:
             outputs.append(output)
             continue
         for found in explorers:
-            # Its first look stands before it.
+            # Its first picture comes before it.
             del outputs[len(outputs) - len(found["answers"][_now(found)]) :]
         for number, found in enumerate(explorers):
             text = explorer(found, pictures, f"{cell.id}-{number}")
@@ -55,7 +55,7 @@ def seconds(cell: nbformat.NotebookNode) -> float:
 
 
 def explorer(found: dict[str, Any], pictures: Path, name: str) -> str:
-    """The page's HTML of one explorer, from ``helpers.widgets.live.answers``; ``name`` is its id."""
+    """One explorer as HTML for the page, from ``helpers.widgets.live.answers``; ``name`` is its id."""
     parts = [_html(part, pictures) for part in found["parts"]]
     first = "".join(parts[part] for part in found["answers"][_now(found)])
     controls = [
@@ -79,7 +79,7 @@ def explorer(found: dict[str, Any], pictures: Path, name: str) -> str:
 
 
 def place(positions: Sequence[int], counts: Sequence[int]) -> int:
-    """Where the answer of controls at these positions stands, as explorers.js finds it."""
+    """The index of the answer for controls at these positions, as in explorers.js."""
     found = 0
     for position, count in zip(positions, counts, strict=True):
         found = found * count + position
@@ -87,14 +87,16 @@ def place(positions: Sequence[int], counts: Sequence[int]) -> int:
 
 
 def _now(found: dict[str, Any]) -> int:
-    """The answer to what the controls say at first."""
+    """The answer for the controls' initial positions."""
     counts = [len(control["values"]) for control in found["controls"]]
-    assert math.prod(counts) == len(found["answers"]), "an answer for every combination"
+    assert math.prod(counts) == len(found["answers"]), (
+        "there must be an answer for every combination"
+    )
     return place([control["now"] for control in found["controls"]], counts)
 
 
 def _control(control: dict[str, Any], name: str) -> str:
-    """A slider or a menu with its label; only the value's words where there is but one."""
+    """A slider or a menu with its label; if there's only one value, just its text."""
     values, now, label = control["values"], control["now"], escape(control["label"])
     words = escape(values[now])
     if len(values) == 1:
@@ -113,7 +115,7 @@ def _control(control: dict[str, Any], name: str) -> str:
 
 
 def _html(part: dict[str, Any], pictures: Path) -> str:
-    """An output as HTML, its pictures as files; the same picture is one file."""
+    """An output as HTML, with pictures as files; equal pictures share one file."""
     if part["output_type"] == "stream":
         return f"<pre>{escape(part['text'])}</pre>"
     if "text/html" not in part["data"]:
@@ -124,7 +126,7 @@ def _html(part: dict[str, Any], pictures: Path) -> str:
         name = hashlib.sha256(picture).hexdigest()[:16] + ".png"
         pictures.mkdir(parents=True, exist_ok=True)
         (pictures / name).write_bytes(picture)
-        # With its size, the page leaves room for it before it has arrived. PNG: bytes 16 to 24.
+        # With its size, the page reserves room before the picture is loaded. PNG: bytes 16 to 24.
         width, height = (int.from_bytes(picture[at : at + 4], "big") for at in (16, 20))
         return f'src="_static/explorers/{name}" width="{width}" height="{height}"'
 

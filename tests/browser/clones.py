@@ -1,4 +1,4 @@
-"""Clones of the course, to try its first commands in as someone does who has just got it."""
+"""Clones of the course in which to try its first commands, as a new user would."""
 
 import json
 import shutil
@@ -18,10 +18,10 @@ def clone(folder: Path) -> Path:
 
 
 def lend_environment(folder: Path) -> None:
-    """Give a clone the environment that runs this, as if the setup had made one there.
+    """Give a clone this environment, as if setup had created one there.
 
-    Packages are links to those that are here; what names the place, and what the setup writes, are
-    files of the clone's own. So the course that runs is the clone's.
+    Packages are links to the existing ones; files that contain the location, or that setup writes,
+    are the clone's own. So the course that runs is the clone's.
     """
     mine, venv = Path(sys.prefix), folder / ".venv"
     packages = Path(sysconfig.get_path("purelib"))

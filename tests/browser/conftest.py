@@ -1,4 +1,4 @@
-"""A browser, and JupyterLab over a copy of the lessons, for as long as the tests last."""
+"""A browser, and JupyterLab with a copy of the lessons, for the duration of the tests."""
 
 import shutil
 import sys
@@ -40,7 +40,7 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     found = next(filter(None, map(shutil.which, CHROMIUM)))
-    # Root, as in a container, may not use the sandbox; the pages are our own.
+    # Root, as in a container, can't use the sandbox; the pages are our own.
     options = ["--no-sandbox"] if sys.platform == "linux" else []
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=found, args=options)
@@ -62,7 +62,7 @@ def address(scratch):
 
 @pytest.fixture(scope="module")
 def open_lesson(browser, address):
-    """Opens a lesson by the start of its name; its kernel ends with the test module or next call."""
+    """Opens a lesson by the start of its name; its kernel ends with the test module or the next call."""
     pages = []
 
     def close():

@@ -1,4 +1,4 @@
-"""JupyterLab as a person drives it: a server of its own, a browser, and what stands on the page."""
+"""JupyterLab as a user operates it: its own server, a browser, and what's on the page."""
 
 import json
 import os
@@ -12,14 +12,14 @@ from pathlib import Path
 from teaching.lessons import ROOT
 
 TOKEN = "browser-tests"
-# A lesson takes a minute at most; a busy machine takes a multiple of it.
+# A lesson takes at most a minute, or several times that on a busy machine.
 LESSON_S = 400
 RUN_ALL = "notebook:run-all-cells"
 
 
 @contextmanager
 def served(folder: Path, scratch: Path, settings: dict[str, dict] | None = None):
-    """Serve ``folder`` with JupyterLab; yields its address. ``settings`` by plugin id."""
+    """Serve ``folder`` with JupyterLab; yields its address. settings: by plugin id."""
     for plugin, values in (settings or {}).items():
         package, name = plugin.split(":")
         path = scratch / "settings" / package / f"{name}.jupyterlab-settings"
@@ -49,7 +49,7 @@ def served(folder: Path, scratch: Path, settings: dict[str, dict] | None = None)
 
 
 def _address(server: subprocess.Popen, scratch: Path) -> str:
-    """Where the server listens, as soon as it answers."""
+    """The server's address, as soon as it answers."""
     found = scratch / "runtime" / f"jpserver-{server.pid}.json"
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
@@ -58,7 +58,7 @@ def _address(server: subprocess.Popen, scratch: Path) -> str:
             address = json.loads(found.read_text())["url"]
             _request(address, "GET", "status")
         except (OSError, ValueError):
-            # The file comes before its text, and its text before the open port.
+            # The file exists before its text, and its text before the port is open.
             time.sleep(0.1)
         else:
             return address
@@ -66,7 +66,7 @@ def _address(server: subprocess.Popen, scratch: Path) -> str:
 
 
 def end_kernels(address: str) -> None:
-    """Shut down every kernel of a server, as Kernel > Shut Down All Kernels does."""
+    """Shut down all kernels of a server, as Kernel > Shut Down All Kernels does."""
     for session in json.loads(_request(address, "GET", "sessions")):
         _request(address, "DELETE", f"sessions/{session['id']}")
 
@@ -91,23 +91,23 @@ class Lesson:
             self.command("notebook:expand-all-headings")
 
     def ask(self, function: str, *args):
-        """The value of a JavaScript function of the notebook's panel (and ``args``)."""
+        """The value of a JavaScript function called with the notebook's panel (and ``args``)."""
         arrow = "([f, a]) => eval(f)(window.jupyterapp.shell.currentWidget, ...a)"
         return self.page.evaluate(arrow, [function, list(args)])
 
     def wait_for(self, condition: str, seconds: float) -> None:
-        """Wait until a JavaScript condition of the panel holds."""
+        """Wait until a JavaScript condition on the panel is true."""
         arrow = "f => { const p = window.jupyterapp.shell.currentWidget; return p && eval(f)(p); }"
         self.page.wait_for_function(arrow, arg=condition, timeout=seconds * 1000, polling=100)
 
     def command(self, name: str) -> None:
-        """Run one of JupyterLab's commands, as its menu does, without waiting for its end."""
+        """Run one of JupyterLab's commands, as its menu does, without waiting for it to finish."""
         self.page.evaluate("name => { window.jupyterapp.commands.execute(name); }", name)
 
     def run_all(self, seconds: float = LESSON_S) -> None:
         """Run All Cells, and wait until the last code cell has run."""
         self.command(RUN_ALL)
-        # Cells are executed in order: the last one counted means that all were sent and came back.
+        # Cells are executed in order: once the last one has a count, all of them have run.
         done = """p => {
           const code = [...p.content.model.cells].filter(c => c.type === 'code');
           return code.every(c => c.executionState === 'idle' && c.executionCount)
@@ -122,17 +122,17 @@ class Lesson:
           outputs: c.type === 'code' ? c.outputs.toJSON() : []}))""")
 
     def index(self, tag: str) -> int:
-        """Where the cell with a tag stands; there is exactly one."""
+        """The index of the cell with a tag; there must be exactly one."""
         (found,) = (n for n, cell in enumerate(self.cells()) if tag in cell["tags"])
         return found
 
     def at(self, index: int):
-        """A cell's place on the page, if it is there: JupyterLab leaves out what is far away."""
+        """A cell's position on the page, if it's rendered: JupyterLab leaves out distant cells."""
         panel = ".jp-NotebookPanel:not(.lm-mod-hidden)"
         return self.page.locator(f"{panel} .jp-Cell[data-windowed-list-index='{index}']")
 
     def show(self, index: int):
-        """Scroll a cell into view; returns its place on the page."""
+        """Scroll a cell into view; returns its position on the page."""
         self.ask("(p, n) => { p.content.activeCellIndex = n; p.content.scrollToItem(n); }", index)
         self.at(index).wait_for(state="visible", timeout=30_000)
         return self.at(index)
@@ -144,7 +144,7 @@ class Lesson:
         self.page.keyboard.insert_text(source)
 
     def run(self, index: int, seconds: float = 60) -> None:
-        """Select a cell and run it with Control+Enter; wait until it is done."""
+        """Select a cell, run it with Control+Enter, and wait until it's done."""
         self.show(index).locator(".jp-InputArea-prompt").first.click()
         before = self.count(index)
         self.page.keyboard.press("Control+Enter")

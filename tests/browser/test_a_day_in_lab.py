@@ -1,4 +1,4 @@
-"""What a learner does in JupyterLab beside running cells: answer, stop, type, turn off the light."""
+"""What a learner does in JupyterLab besides running cells: answer, stop, type, use dark mode."""
 
 import psutil
 import pytest
@@ -15,7 +15,7 @@ def work(rank, world_size):
 launch.run(work, 2, timeout_s=300)
 """
 
-# Text and its background, as they are painted: the ratio of WCAG 2.1, section 1.4.3.
+# Text and background as rendered: the contrast ratio of WCAG 2.1, section 1.4.3.
 CONTRAST = """roots => {
   const number = text => text.match(/[\\d.]+/g).map(Number);
   const light = ([r, g, b]) => [r, g, b].map(v => v / 255)
@@ -43,7 +43,7 @@ CONTRAST = """roots => {
 }"""
 
 
-def test_an_exercise_wrong_then_right_shows_both_and_the_progress(open_lesson):
+def test_an_exercise_shows_a_wrong_answer_then_a_right_one_and_the_progress(open_lesson):
     (path,) = (path for path in lessons.NOTEBOOKS if path.name.startswith("04"))
     (wrong, phrase), *_ = wrong_answers("4.1")
     lesson = open_lesson("04")
@@ -82,7 +82,7 @@ def test_the_stop_button_ends_a_running_launch_and_its_processes(open_lesson):
     lines = lesson.ask(f"p => {printed}").splitlines()
     ranks = [psutil.Process(int(line.split()[-1])) for line in lines if "my process is" in line]
     assert len(ranks) == 2
-    # In JupyterLab the button is in the panel that shows; its name starts with its command's label.
+    # In JupyterLab, the button is in the visible panel; its name starts with its command's label.
     panel = lesson.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
     panel.locator("[data-jp-item-name='interrupt']").click()
     lesson.wait_for(f"p => {outputs}.some(o => o.ename === 'KeyboardInterrupt')", 60)
@@ -90,7 +90,7 @@ def test_the_stop_button_ends_a_running_launch_and_its_processes(open_lesson):
     assert not alive
 
 
-def test_a_lesson_is_done_with_the_keyboard_alone(open_lesson):
+def test_a_lesson_can_be_done_with_the_keyboard_alone(open_lesson):
     lesson = open_lesson("04")
     keyboard = lesson.page.keyboard
     cells = lesson.cells()
@@ -111,7 +111,7 @@ def test_a_lesson_is_done_with_the_keyboard_alone(open_lesson):
     lesson.page.wait_for_function(
         "cell => cell.contains(document.activeElement)", arg=lesson.at(explorer).element_handle()
     )
-    # The buttons of the cell's own toolbar may come first.
+    # The buttons of the cell's toolbar may come first.
     for _ in range(12):
         keyboard.press("Tab")
         where = lesson.page.evaluate("document.activeElement.outerHTML.slice(0, 120)")

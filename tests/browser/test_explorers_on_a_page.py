@@ -18,7 +18,7 @@ SETTINGS = list(product(*VALUES.values()))
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """A page with an explorer whose every answer names its setting; it says 8, PCIe, H100, 2."""
+    """A page with an explorer whose answers name their settings; initially 8, PCIe, H100, 2."""
     controls = [
         {"label": name, "values": values, "now": now, "slider": name in ("GPUs", "batch")}
         for (name, values), now in zip(VALUES.items(), (1, 1, 0, 0), strict=True)
@@ -56,9 +56,7 @@ def test_every_position_of_the_controls_shows_its_answer(browser, address):
     page.close()
 
 
-def test_without_javascript_the_first_answer_stands_and_no_control_that_does_nothing(
-    browser, address
-):
+def test_without_javascript_the_page_shows_the_first_answer_and_no_dead_controls(browser, address):
     page = browser.new_page(java_script_enabled=False)
     page.goto(address)
     assert page.locator(".explorer-answer").inner_text().split("\n")[-1] == "8 PCIe H100 2"

@@ -14,7 +14,7 @@ from browser import clones
 from teaching.lessons import ROOT
 
 NOBODY = 65534
-# Read access is lent, since this checkout and its Python may stand in a folder of root's own.
+# Grant read access, since this checkout and its Python may be in a folder that only root can read.
 AS_NOBODY = [
     *("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"),
     *("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"),
@@ -24,7 +24,7 @@ ERRORS = "[data-mime-type='application/vnd.jupyter.error']"
 
 
 def first_command():
-    """The first line of the README's first block of commands, as someone copies it."""
+    """The first line of the README's first block of commands, as a user would copy it."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     return re.search(r"```\n(.*)\n", readme).group(1).split("#")[0].split()
 
@@ -38,14 +38,14 @@ def clone(tmp_path):
 
 @pytest.fixture(params=["whoever runs this", "another user"])
 def user(request, clone, tmp_path):
-    """What to put before a command so that this user runs it; clone and home are the user's."""
+    """The prefix with which a user runs a command; the clone and the home folder are the user's."""
     (tmp_path / "home").mkdir()
     if request.param == "whoever runs this":
         return []
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("becoming another user needs root and the command setpriv")
     if subprocess.run([*AS_NOBODY, "true"], capture_output=True).returncode:
-        pytest.skip("this machine does not let root lend another user its read access")
+        pytest.skip("this machine does not let root give another user its read access")
     subprocess.run(["chown", "-R", str(NOBODY), tmp_path], check=True)
     return AS_NOBODY
 
@@ -73,9 +73,9 @@ def test_make_lab_opens_lesson_00_and_ctrl_c_ends_it(user, clone, tmp_path, brow
 
 
 def run_lesson(browser, address):
-    """Open the address and choose Run > Run All Cells; every cell of code runs without an error."""
+    """Open the address and choose Run > Run All Cells; every code cell must run without an error."""
     page = browser.new_page(viewport={"width": 1300, "height": 900})
-    # Before there is a kernel, JupyterLab would ask which one to take.
+    # Before there's a kernel, JupyterLab would ask which one to use.
     with page.expect_websocket(lambda socket: "/channels" in socket.url, timeout=120_000):
         page.goto(address)
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=120_000)

@@ -1,4 +1,6 @@
-"""A lesson as it opens, with its core in view, and a guess: nothing waits for it, and nothing is told before."""
+"""A lesson as it opens, with its core visible, and a guess: nothing waits for it, and nothing gives
+it away.
+"""
 
 import re
 

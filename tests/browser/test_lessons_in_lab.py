@@ -13,7 +13,7 @@ names = [lessons.number(path) or path.stem for path in lessons.NOTEBOOKS]
 
 @pytest.fixture(scope="module", params=names)
 def opened(request, open_lesson):
-    """A lesson as it is before anything was run."""
+    """A lesson before anything has been run."""
     return request.param, open_lesson(request.param)
 
 
@@ -34,7 +34,7 @@ def test_hints_and_solutions_are_folded_when_a_lesson_opens(opened):
         assert not details.evaluate_all("all => all.some(each => each.open)")
 
 
-def test_the_opening_leads_to_the_explorer(opened):
+def test_the_opening_links_to_the_explorer(opened):
     _, lesson = opened
     link = lesson.show(0).locator("a", has_text="The explorer")
     if not link.count():
@@ -50,7 +50,7 @@ def test_the_opening_leads_to_the_explorer(opened):
 
 
 @pytest.mark.timeout(600)
-def test_every_cell_runs_without_error_or_red(ran):
+def test_every_cell_runs_without_errors_or_red_output(ran):
     _, lesson = ran
     for cell in lesson.cells():
         for output in cell["outputs"]:
@@ -58,7 +58,7 @@ def test_every_cell_runs_without_error_or_red(ran):
             assert output.get("name") != "stderr", f"{cell['id']}: {output['text']}"
 
 
-def test_the_explorer_answers_to_its_slider(ran, request):
+def test_the_explorer_responds_to_its_slider(ran, request):
     name, lesson = ran
     found = [n for n, cell in enumerate(lesson.cells()) if EXPLORER.search(cell["source"])]
     if not found:

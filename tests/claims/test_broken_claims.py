@@ -18,7 +18,7 @@ CASES = [(*proving(broken), broken) for broken in all_broken() if ALL or not bro
     CASES,
     ids=[f"{path.stem[:2]}-{broken.claim}-{broken.how}" for path, _, broken in CASES],
 )
-def test_a_claim_fails_where_its_mechanism_is_broken(path, cell_id, broken):
+def test_a_claim_fails_if_its_mechanism_is_broken(path, cell_id, broken):
     if ALL or broken.shorter or broken.needs:
         unbroken = runs.run_of(cells_to_run(path, cell_id, broken, broken.shorter))
         found = runs.outcome(unbroken)

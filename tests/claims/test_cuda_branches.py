@@ -1,7 +1,7 @@
-"""The lines of lessons that only real GPUs reach, run with the word ``cuda`` read as ``vgpu``.
+"""The lines of lessons that run only on real GPUs, run with ``cuda`` read as ``vgpu``.
 
-Every cell that asks for real GPUs is found in the lessons' code. It runs with the cells that it
-needs, on virtual GPUs as it would on real ones, and fails if it takes the branch without GPUs.
+Finds every cell in the lessons that checks for real GPUs. It runs, with the cells that it needs, on
+virtual GPUs as it would on real ones, and fails if it takes the branch without GPUs.
 """
 
 import ast
@@ -19,8 +19,9 @@ from vgpu.profiling import memory
 QUESTION = "torch.cuda.is_available()"
 WORDS = ("cuda", "vgpu")
 
-# What a shell hands to a program. A fork of this process, which has imported torch, is the program: on
-# a machine with four cards, of which the variable hides some. PyTorch itself reads the variable.
+# Like a program started by a shell. The program is a fork of this process, which has imported
+# torch, on a machine with four cards, some of which the variable hides. PyTorch itself reads the
+# variable.
 HANDED = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
 BEFORE = f"""
 import contextlib, io, itertools, json, os, torch
@@ -74,7 +75,7 @@ def drive(program, name):
     torch.vgpu.get_device_properties = lambda ordinal: properties(visible[ordinal])
     exec(cuda_is_vgpu.compile_source(program, name), {{"__name__": "__main__"}})
 """
-# Times of virtual GPUs' copies mean nothing, so the clock of a cell that takes them only counts.
+# Times of virtual GPUs' copies are meaningless, so a cell that measures them gets a counting clock.
 COUNTING_CLOCK = """
 import itertools, types
 time = types.SimpleNamespace(perf_counter=itertools.count().__next__)
@@ -82,7 +83,7 @@ time = types.SimpleNamespace(perf_counter=itertools.count().__next__)
 
 
 def on_real(test):
-    """Whether a condition holds on real GPUs; None if it is not about them."""
+    """Whether a condition is true on real GPUs; None if it isn't about them."""
     if ast.unparse(test) == QUESTION:
         return True
     match test:
@@ -92,13 +93,13 @@ def on_real(test):
 
 
 def conditions(tree):
-    """Every ``if``, also those inside expressions, whose condition has one of the words."""
+    """Every ``if``, including those in expressions, whose condition contains one of the words."""
     nodes = (node for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp))
     return [node for node in nodes if any(word in ast.unparse(node.test) for word in WORDS)]
 
 
 def asks(cell):
-    """Whether a code cell asks for real GPUs, in whatever way."""
+    """Whether a code cell checks for real GPUs in any way."""
     return cell.is_code and (QUESTION in cell.source or bool(conditions(ast.parse(plain(cell)))))
 
 
@@ -113,7 +114,7 @@ ASKING = {
 
 
 class _OnRealGPUs(ast.NodeTransformer):
-    """Takes the branch of real GPUs wherever there are two."""
+    """Takes the branch for real GPUs wherever there are two."""
 
     def visit_If(self, node):
         self.generic_visit(node)
@@ -124,13 +125,13 @@ class _OnRealGPUs(ast.NodeTransformer):
 
 
 def on_real_gpus(source):
-    """A cell's code as real GPUs would run it, in the words of virtual ones."""
+    """A cell's code as it would run on real GPUs, with the names of virtual ones."""
     tree = _OnRealGPUs().visit(ast.parse(source))
     tree = cuda_is_vgpu.Replacer(cuda_is_vgpu.Replacements("<cell>")).visit(tree)
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def test_lessons_ask_for_real_gpus_in_known_ways_only():
+def test_lessons_check_for_real_gpus_only_in_known_ways():
     found = {}
     for path in lessons.NOTEBOOKS:
         for cell in filter(asks, lessons.cells(path)):
@@ -144,7 +145,7 @@ def test_lessons_ask_for_real_gpus_in_known_ways_only():
 @pytest.mark.parametrize(
     "path", [path for path in ASKING if ASKING[path]], ids=lambda path: path.stem[:2]
 )
-def test_the_branches_of_real_gpus_run(path):
+def test_the_branches_for_real_gpus_run(path):
     cells = lessons.cells(path)
     for name in ASKING[path]:
         position = [cell.id for cell in cells].index(name)
@@ -154,7 +155,7 @@ def test_the_branches_of_real_gpus_run(path):
         assert runs.outcome(run) == ("", ""), name
 
 
-def test_the_branch_without_gpus_is_gone():
+def test_the_branch_for_no_gpus_is_removed():
     source = 'if kind == "vgpu":\n    a()\nelse:\n    b(1 if torch.cuda.is_available() else 2)'
     assert on_real_gpus(source) == "b(1)"
     assert on_real_gpus('if kind == "cuda":\n    a("cuda:1")') == "a('vgpu:1')"

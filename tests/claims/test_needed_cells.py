@@ -1,4 +1,4 @@
-"""Which cells another one needs: those that made its names, and those that changed what they name."""
+"""Which cells another one needs: those that bind its names, and those that change their values."""
 
 import pytest
 from needed_cells import needed
@@ -16,15 +16,15 @@ from teaching.lessons import Cell
     ],
     ids=["the last to bind", "who changes", "what a function uses when called", "a comprehension"],
 )
-def test_needed_finds_the_cells_that_bind_or_change_names(sources, expected):
+def test_needed_cells_are_those_that_bind_or_change_the_names_used(sources, expected):
     assert found(sources) == expected
 
 
-def test_a_comprehension_uses_what_is_there_when_it_runs():
+def test_a_comprehension_uses_the_names_bound_when_it_runs():
     assert found(["x = 1", "y = [x for _ in 'ab']", "x = 2", "y"]) == [0, 1, 3]
 
 
-def test_needed_leaves_out_cells_whose_names_the_last_cell_binds_itself():
+def test_cells_are_not_needed_if_the_last_cell_binds_their_names_itself():
     assert found(["x = 1", "x = 2\ny = [x for _ in 'ab']\n(lambda: x)()"]) == [1]
 
 

@@ -1,4 +1,4 @@
-"""How a learner runs a lesson: any cell twice in a row, and the core alone."""
+"""How a learner may run a lesson: any cell twice in a row, or only the core."""
 
 import pytest
 import runs
@@ -20,6 +20,6 @@ def test_any_cell_runs_twice_in_a_row(path):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", sample(lessons.NOTEBOOKS[1:-1], 2), ids=lambda path: path.stem[:2])
-def test_a_core_runs_without_the_rest(path):
+def test_a_core_runs_without_the_rest_of_its_lesson(path):
     kept = {cell["id"] for cell in sections.core(lessons.raw(path)["cells"])}
     assert runs.outcome(runs.run_of(cell for cell in code(path) if cell.id in kept)) == ("", "")

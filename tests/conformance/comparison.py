@@ -1,7 +1,7 @@
-"""One computation on the CPU and on a virtual GPU, and what must be the same about its results.
+"""One computation on the CPU and on a virtual GPU, and which properties of the results must match.
 
-The inputs go over as they are: the same values, strides, offsets, conjugations and shared tensors.
-A virtual GPU runs the CPU's own kernels, so everything but the device must come out alike.
+The inputs are moved as they are, with the same values, strides, offsets, conjugations and shared
+tensors. A virtual GPU runs the CPU's own kernels, so everything but the device must match.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-# Not vgpu:0: an index above 0 shows who forgets the index.
+# Not vgpu:0: an index above 0 exposes code that forgets the index.
 DEVICE = "vgpu:1"
 
 
@@ -20,9 +20,9 @@ class Disagreement(AssertionError):
 
 
 def to_gpu(value: Any, moved: dict[int, torch.Tensor]) -> Any:
-    """A copy of ``value`` in which every tensor and every mention of the CPU is on the GPU.
+    """A copy of ``value`` in which all tensors, and all mentions of the CPU, are moved to the GPU.
 
-    moved: the tensors so far by the id of their original, so that one tensor stays one.
+    moved: the tensors so far, by their original's id, so that one tensor stays one.
     """
     if isinstance(value, torch.Tensor):
         if id(value) not in moved:
@@ -43,7 +43,7 @@ def to_gpu(value: Any, moved: dict[int, torch.Tensor]) -> Any:
 
 
 def _tensor_to_gpu(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its strides and offset, which ``Tensor.to`` alone may change."""
+    """The tensor with its strides and offset, which ``Tensor.to`` might change."""
     source = tensor.detach()
     if source.is_conj():
         copy = _tensor_to_gpu(source.conj()).conj()
@@ -63,8 +63,9 @@ def _fills_its_storage(tensor: torch.Tensor) -> bool:
 
 
 def without_bases(value: Any) -> Any:
-    """``value`` with views as tensors of their own: a sample's view has a base that requires the
-    gradient in its place."""
+    """``value`` with views as independent tensors: a sample's view has a base that requires the
+    gradient instead.
+    """
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf._base is None:
@@ -88,10 +89,10 @@ def check_same(
 ) -> None:
     """Raise Disagreement unless ``found``, on the GPU, is ``expected``, on the CPU.
 
-    values: False compares everything but the values, for memory that nobody has written.
-    strides: False leaves them out, for gradients: autograd adds up gradients in place, but for
-    tensors of a subclass into new ones, and promises no strides either way.
-    tolerance: relative and absolute, in place of torch.testing's own for the dtype.
+    values: False compares everything but the values, for uninitialized memory. strides: False
+    leaves out strides, for gradients: autograd accumulates gradients in place, but those of tensor
+    subclasses out of place, and guarantees no strides either way. tolerance: relative and absolute,
+    instead of torch.testing's default for the dtype.
     """
     found_leaves, found_structure = pytree.tree_flatten(found)
     expected_leaves, expected_structure = pytree.tree_flatten(expected)
@@ -148,13 +149,13 @@ def _require(holds: bool, what: str, name: str, found: Any, expected: Any) -> No
 
 
 def run_seeded(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """The call's result, with the random number generators in the same state before each."""
+    """The call's result, with the random number generators in the same state before each call."""
     torch.manual_seed(0)
     return function(*args, **kwargs)
 
 
 def check_same_outcome(on_cpu: Callable, on_gpu: Callable, what: str, **options: Any) -> tuple:
-    """Both results, checked; None for both where the CPU refuses and the GPU does, too."""
+    """Both results, compared; None for both if the CPU and the GPU both refuse."""
     try:
         expected = on_cpu()
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError) as refusal:

@@ -1,4 +1,4 @@
-"""Two virtual GPUs for every conformance test, of which the second is used."""
+"""Two virtual GPUs for every conformance test, which uses the second one."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""What does not agree with the CPU, and why. A row that starts to agree fails the tests.
+"""What doesn't agree with the CPU, and why. A row that starts to agree fails the tests.
 
-At most one operator in a hundred may stand here; a test counts them. Modules and optimizers all agree.
+At most one operator in a hundred may be listed here; a test counts them. All modules and optimizers agree.
 """
 
 # Entry, "operator-dtype": the true reason.
@@ -12,8 +12,8 @@ VARIANTS: dict[str, str] = {
     for name in ("linalg_matrix_rank", "linalg_matrix_rank_hermitian")
 }
 
-# Operators that hand out memory which nobody has written: everything but the values is compared.
-UNINITIALISED = {
+# Operators that return uninitialized memory: everything but the values is compared.
+UNINITIALIZED = {
     "empty",
     "empty_like",
     "empty_permuted",
@@ -22,17 +22,16 @@ UNINITIALISED = {
     "new_empty_strided",
 }
 
-# Operators whose tensor arguments torch demands on the CPU, on CUDA too.
+# Operators whose tensor arguments must be on the CPU, also on CUDA.
 CPU_ARGUMENTS = {"tensor_split"}
 
-# Where torch picks another kernel by the type of the device, so that the last digits differ:
-# relative and absolute tolerance. On the CPU attention runs fused; on a virtual GPU it is made of
-# its matrix products.
+# Where torch picks a kernel by device type, so that the last digits differ: relative and absolute
+# tolerance. On the CPU, attention runs fused; on a virtual GPU, as separate matrix products.
 TOLERANCES = {
     "nn.functional.scaled_dot_product_attention": 1e-4,
     "nn.Transformer": 1e-4,
     "nn.TransformerDecoderLayer": 1e-4,
 }
 
-# torch.zeros(3, out=t, device=...), where a real GPU lets the same device be named twice.
+# torch.zeros(3, out=t, device=...): a real GPU allows naming the same device twice.
 DEVICE_BESIDE_OUT = "torch's C++ compares device= with the device under which it knows the tensor"

@@ -1,7 +1,7 @@
-"""The suites that ship inside torch, and how much of them a run takes.
+"""The test suites that ship with torch, and how much of them is run.
 
-``make test`` takes every third entry and of each its first few samples, ``make test-all`` every
-sample of every entry (minutes).
+``make test`` runs the first few samples of every third entry, ``make test-all`` every sample of
+every entry, which takes minutes.
 """
 
 import itertools
@@ -14,7 +14,7 @@ import torch
 from levels import ALL
 
 with warnings.catch_warnings():
-    # hypothesis is missed there, and needed only for tests that are not used here.
+    # hypothesis is missing there, but only tests that aren't used here need it.
     warnings.simplefilter("ignore", ImportWarning)
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, module_db
@@ -24,8 +24,8 @@ with warnings.catch_warnings():
     )
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
-# torch's test utilities forbid torch.backends.cudnn.benchmark = ... for the rest of the process;
-# the tests that share it may do so.
+# torch's test utilities forbid torch.backends.cudnn.benchmark = ... for the rest of the process,
+# but other tests in it may need that.
 torch.backends.__allow_nonbracketed_mutation_flag = True
 
 __all__ = [

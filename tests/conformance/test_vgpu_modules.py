@@ -1,4 +1,4 @@
-"""torch's own module samples (module_db): outputs, gradients and buffers against the CPU's."""
+"""torch's own module samples (module_db): outputs, gradients and buffers match the CPU's."""
 
 import copy
 
@@ -22,13 +22,13 @@ from conformance.suites import (
 )
 from torch.nn.modules.lazy import LazyModuleMixin
 
-# torch warns of what its samples use on purpose: deprecated, experimental and beta features.
+# torch warns about what its samples use on purpose: deprecated, experimental and beta features.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-# A module's first samples differ most from each other.
+# A module's first samples are the most diverse.
 SAMPLES = 4
 
-# Every module in both modes: some do not differ, but none says so reliably. Lazy ones are refused
-# until they have their size (docs/vgpu.md).
+# Every module in both modes: some don't differ, but there's no reliable way to tell. Lazy modules
+# are refused until they have their size (docs/vgpu.md).
 ENTRIES = {
     f"{info.formatted_name}-{mode}": (info, mode == "training")
     for info in module_db
@@ -38,7 +38,7 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("entry", sampled(ENTRIES).values(), ids=sampled(ENTRIES))
-def test_modules_give_the_cpus_values_and_gradients(entry):
+def test_modules_match_the_cpus_values_and_gradients(entry):
     info, training = entry
     samples = info.module_inputs_func(
         info, device="cpu", dtype=torch.float32, requires_grad=True, training=training

@@ -17,11 +17,11 @@ from conformance.comparison import (
 )
 from conformance.suites import OpInfo, SampleInput, first, marked, op_db, sampled
 
-# Of float32, of one integer type (bool where there is none) and of complex64: what the CPU has.
+# float32, one integer dtype (bool if there is none) and complex64, if the CPU supports them.
 INTEGERS = (torch.int64, torch.int32, torch.uint8, torch.bool)
-# torch warns of what its samples use on purpose: deprecated, experimental and beta operators.
+# torch warns about what its samples use on purpose: deprecated, experimental and beta operators.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-# An operator's first samples differ most from each other (sizes, then options). They come from the
+# An operator's first samples are the most diverse (sizes, then options). They come from the
 # OpInfo's own function: OpInfo.sample_inputs looks for the running test in the stack, which takes
 # longer than the test.
 SAMPLES = 3
@@ -37,7 +37,7 @@ def _dtypes(op: OpInfo) -> list[torch.dtype]:
     return [dtype for dtype in (*wanted, torch.complex64) if dtype in supported]
 
 
-# The jiterator compiles CUDA code; it is no operator of the CPU's.
+# The jiterator compiles CUDA code; the CPU has no such operator.
 CPU_OPERATORS = [op for op in op_db if not op.name.startswith("jiterator_")]
 
 
@@ -78,7 +78,7 @@ def _call(op: Callable, inputs: tuple) -> object:
 
 
 def _call_on_gpu(op: Callable, inputs: tuple) -> object:
-    """Where no input says where to compute, the default device does."""
+    """If no input determines the device, the default device does."""
     if tensors_of(inputs):
         return _call(op, inputs)
     with torch.device(DEVICE):
@@ -86,11 +86,11 @@ def _call_on_gpu(op: Callable, inputs: tuple) -> object:
 
 
 def _compare(op: OpInfo, sample: SampleInput) -> bool:
-    """Results, then gradients; False where torch refuses the sample on the CPU."""
+    """Results, then gradients; False if torch refuses the sample on the CPU."""
     inputs = without_bases((sample.input, sample.args, sample.kwargs))
     gpu_inputs = _gpu_inputs(op, inputs)
     options = {
-        "values": op.name not in exceptions.UNINITIALISED,
+        "values": op.name not in exceptions.UNINITIALIZED,
         "tolerance": exceptions.TOLERANCES.get(op.name),
     }
     found, expected = check_same_outcome(
@@ -107,7 +107,7 @@ def _compare(op: OpInfo, sample: SampleInput) -> bool:
 
 
 @pytest.mark.parametrize("entry", marked(sampled(ENTRIES), exceptions.OPERATORS))
-def test_operators_give_the_cpus_values_and_gradients(entry):
+def test_operators_match_the_cpus_values_and_gradients(entry):
     op, dtype = entry
     samples = op.sample_inputs_func(op, "cpu", dtype, _differentiable(op, dtype))
     assert any([_compare(op, sample) for sample in first(SAMPLES, samples)]), "nothing compared"
@@ -115,7 +115,7 @@ def test_operators_give_the_cpus_values_and_gradients(entry):
 
 @pytest.mark.parametrize("entry", marked(VARIANTS, exceptions.VARIANTS))
 def test_methods_in_place_variants_and_out_arguments_agree_with_the_cpu(entry):
-    """The other ways to call an operator; what is written to is the very tensor that was given."""
+    """The other ways to call an operator; the tensor that's written to must be the given one."""
     op = entry
     for sample in first(1, op.sample_inputs_func(op, "cpu", torch.float32, False)):
         inputs = (sample.input, sample.args, sample.kwargs)
@@ -132,7 +132,7 @@ def _compare_method(op: OpInfo, inputs: tuple) -> None:
         lambda: _call(op.method_variant, inputs),
         lambda: _call(op.method_variant, gpu_inputs),
         "method",
-        values=op.name not in exceptions.UNINITIALISED,
+        values=op.name not in exceptions.UNINITIALIZED,
     )
 
 
@@ -150,7 +150,7 @@ def _compare_in_place(op: OpInfo, inputs: tuple) -> None:
 
 
 def _compare_out(op: OpInfo, inputs: tuple) -> None:
-    # out= says where; exceptions.py tells what happens to device= beside it.
+    # out= determines the device; exceptions.py says what happens if device= is also given.
     sample_input, args, kwargs = inputs
     inputs = (sample_input, args, {name: kwargs[name] for name in kwargs if name != "device"})
     result = _call(op, inputs) if op.supports_out else None
@@ -163,13 +163,13 @@ def _compare_out(op: OpInfo, inputs: tuple) -> None:
         lambda: _call(functools.partial(op, out=out), inputs),
         lambda: _call(functools.partial(op, out=gpu_out), gpu_inputs),
         "out",
-        values=op.name not in exceptions.UNINITIALISED,
+        values=op.name not in exceptions.UNINITIALIZED,
     )
     assert found is None or found is gpu_out
 
 
 @pytest.mark.xfail(strict=True, reason=exceptions.DEVICE_BESIDE_OUT)
-def test_a_device_argument_goes_with_out():
+def test_a_device_argument_can_be_combined_with_out():
     out = torch.empty(3, device=DEVICE)
     assert torch.zeros(3, out=out, device=DEVICE) is out
 
@@ -177,8 +177,8 @@ def test_a_device_argument_goes_with_out():
 @pytest.mark.parametrize(
     ("entries", "table"), [(ENTRIES, exceptions.OPERATORS), (VARIANTS, exceptions.VARIANTS)]
 )
-def test_at_least_99_percent_agree(entries, table):
-    """Each exception is an entry, and has its reason."""
+def test_at_least_99_percent_of_operators_agree(entries, table):
+    """Each exception is an entry of the suite, and has a reason."""
     assert table.keys() <= entries.keys()
     assert len(table) <= len(entries) / 100, f"{len(table)} of {len(entries)} disagree"
     assert all(len(reason) > 20 for reason in table.values())

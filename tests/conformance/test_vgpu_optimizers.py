@@ -1,4 +1,4 @@
-"""torch's own optimizer configurations (optim_db): every step and all state against the CPU's."""
+"""torch's own optimizer configurations (optim_db): every step and all state match the CPU's."""
 
 import copy
 
@@ -42,10 +42,11 @@ class Problem:
     def __init__(self, info: OptimizerInfo, options: dict, dtype: torch.dtype, device: str):
         self.info = info
         generator = torch.Generator().manual_seed(0)
-        # Muon takes matrices only.
+        # Muon only takes matrices.
         shapes = [(5, 3), (4, 2)] if info.optim_cls is torch.optim.Muon else [(5, 3), (4,), (1,)]
         draws = [torch.randn(2, *shape, dtype=dtype, generator=generator) for shape in shapes]
-        # A differentiable step writes to its parameters under autograd, which leaves forbid.
+        # A differentiable step writes to its parameters under autograd, which isn't allowed for
+        # leaves.
         leaf = not options.get("differentiable")
         self.parameters = [draw[0].to(device).requires_grad_(leaf) for draw in draws]
         self.targets = [draw[1].to(device) for draw in draws]
@@ -75,13 +76,13 @@ class Problem:
         return loss
 
     def state(self) -> list[torch.Tensor]:
-        """What the optimizer remembers of each parameter. Counts of steps may lie on the CPU."""
+        """The optimizer's state for each parameter. Step counts may be on the CPU."""
         remembered = [self.optimizer.state[parameter] for parameter in self.parameters]
         return [tensor.cpu() for tensor in tensors_of([dict(state) for state in remembered])]
 
 
 @pytest.mark.parametrize("entry", sampled(ENTRIES).values(), ids=sampled(ENTRIES))
-def test_optimizers_take_the_cpus_steps(entry):
+def test_optimizers_take_the_same_steps_as_on_the_cpu(entry):
     info, options, dtype = entry
     cpu = Problem(info, options.kwargs, dtype, "cpu")
     gpu = Problem(info, options.kwargs, dtype, DEVICE)

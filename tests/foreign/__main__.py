@@ -1,7 +1,7 @@
-"""``make test-foreign``: programs and suites that others wrote, on virtual GPUs.
+"""``make test-foreign``: third-party programs and test suites on virtual GPUs.
 
-Runs what is installed, or what a folder has. Nothing is downloaded. With --write, each suite's line
-goes into the table of docs/foreign.md.
+Runs what's installed, or what's in a folder. Nothing is downloaded. With --write, each suite's
+line goes into the table of docs/foreign.md.
 
     python tests/foreign                          all suites of packages that are installed
     python tests/foreign accelerate torch         these
@@ -33,7 +33,7 @@ def losses(done: Done) -> list[float]:
 
 
 def accelerate() -> Result:
-    """The scripts that ``accelerate test`` and its own suite run on several GPUs."""
+    """The scripts that ``accelerate test`` and accelerate's own suite run on several GPUs."""
     result = Result()
     folder = Path(importlib.util.find_spec("accelerate").origin).parent / "test_utils" / "scripts"
     for path in sorted(folder.glob("test_*.py")):
@@ -59,7 +59,7 @@ def transformers() -> Result:
 
 
 def lightning() -> Result:
-    """A small network with Lightning's strategies, losses beside DDP's on the CPU."""
+    """A small network with Lightning's strategies, its losses compared with DDP's on the CPU."""
     result = Result()
     program = HERE / "lightning_fit.py"
     cpu = run(program, "ddp", "cpu")
@@ -70,11 +70,11 @@ def lightning() -> Result:
 
 def torch() -> Result:
     """The tests of collectives, process groups and DDP that PyTorch's wheel carries, on two ranks."""
-    return tests(HERE / "distributed_spawn.py", 2)
+    return folder_of_tests(HERE / "distributed_spawn.py", 2)
 
 
-def tests(path: Path, gpus: int) -> Result:
-    """The tests of a file, or of each file of a folder, by pytest."""
+def folder_of_tests(path: Path, gpus: int) -> Result:
+    """The tests of a file, or of each file of a folder, run by pytest."""
     result = Result()
     given = filter(None, [os.environ.get("PYTHONPATH")])
     variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(PLUGINS), *given])}
@@ -109,7 +109,7 @@ SUITES = {
     "torch": torch,
 }
 MARKS = "<!-- measured -->\n", "<!-- /measured -->"
-COLUMNS = "| suite | torch | passed | refused in words | failed | wrong number | skipped | which |"
+COLUMNS = "| suite | torch | passed | refused | failed | wrong number | skipped | which |"
 
 
 def write_row(row: str) -> None:
@@ -145,7 +145,7 @@ def main() -> None:
                 continue
             row = result.row(program)
         elif Path(name).exists():
-            row = tests(Path(name), options.gpus).row(Path(name).name)
+            row = folder_of_tests(Path(name), options.gpus).row(Path(name).name)
         else:
             parser.error(f"{name!r} is neither a path nor one of {', '.join(SUITES)}")
         print(row, flush=True)

@@ -1,4 +1,4 @@
-"""A tiny GPT-2 that transformers and accelerate spread over the GPUs. Prints devices and logits."""
+"""A tiny GPT-2 that transformers and accelerate distribute over the GPUs. Prints devices and logits."""
 
 import json
 import sys

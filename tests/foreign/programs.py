@@ -1,7 +1,7 @@
-"""Training programs that come as a folder: what data and arguments each is run with.
+"""Training programs that come as a folder: the data and arguments with which each is run.
 
-Each is copied, given tiny data of its own format, and run as its authors do. Where a program needs an
-edit to run at all with today's packages, or to run on the CPU for comparison, the edit is here.
+Each is copied, given tiny data in its own format, and run as its authors do. If a program needs an
+edit to run with today's packages, or on the CPU for comparison, the edit is here.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ TEXT = "".join(f"{a} times {b} is {a * b}.\n" for a in range(60) for b in range(
 
 
 def edit(path: Path, *replacements: tuple[str, str]) -> None:
-    """Replace texts of a file; an error if one is not there, since the program is another then."""
+    """Replace strings in a file; raises an error if one is missing, because then the program has changed."""
     text = path.read_text("utf-8")
     for old, new in replacements:
         if old not in text:
@@ -30,7 +30,7 @@ def edit(path: Path, *replacements: tuple[str, str]) -> None:
 
 
 def nanogpt(folder: Path) -> Result:
-    """train.py with its default ``--compile=True``, beside the CPU without it."""
+    """train.py with its default ``--compile=True``, compared with the CPU without it."""
     result = Result()
     data = folder / "data" / "tiny"
     data.mkdir()
@@ -71,7 +71,7 @@ def nanogpt(folder: Path) -> Result:
 
 
 def picotron(folder: Path) -> Result:
-    """train.py in five layouts, beside the same layout on the CPU, and with flash_attn."""
+    """train.py in five layouts, compared with the same layout on the CPU, and with flash_attn."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -146,9 +146,9 @@ def picotron(folder: Path) -> Result:
 
 
 def nanochat(folder: Path) -> Result:
-    """scripts.base_train at depth 2 in float32 beside the CPU; on two ranks; in bfloat16.
+    """scripts.base_train at depth 2: in float32, compared with the CPU; on two ranks; in bfloat16.
 
-    All documents are alike, so that two ranks see what one does.
+    All documents are alike, so that two ranks see the same as one.
     """
     import pyarrow
     import tiktoken
@@ -288,7 +288,7 @@ NEEDS = {
 
 
 def run_program(name: str, path: Path) -> Result | str:
-    """The program of a folder, in a copy of it; a sentence if packages that it needs are missing."""
+    """Run the program in a copy of a folder; returns a sentence if packages that it needs are missing."""
     missing = [package for package in NEEDS[name] if importlib.util.find_spec(package) is None]
     if missing:
         return f"{name} needs {', '.join(missing)}, not installed: left out"

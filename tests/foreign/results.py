@@ -1,4 +1,4 @@
-"""Run a program on virtual GPUs, and say what became of it."""
+"""Run a program on virtual GPUs, and report the outcome."""
 
 import importlib.metadata
 import os
@@ -19,7 +19,7 @@ Done = subprocess.CompletedProcess[str]
 
 @dataclass
 class Result:
-    """What became of the programs of a suite: each counts once."""
+    """The outcomes of a suite's programs: each counts once."""
 
     passed: int = 0
     refused: int = 0
@@ -39,7 +39,7 @@ class Result:
 
 
 def ranks(count: int) -> list[object]:
-    """The beginning of a program's arguments by which torchrun starts it so many times."""
+    """The first arguments of a program, with which torchrun starts it ``count`` times."""
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
 
 
@@ -51,10 +51,7 @@ def run(
     variables: Mapping[str, str] | None = None,
     time_limit_s: float = 900,
 ) -> Done:
-    """A Python program on so many virtual GPUs; none: as it is.
-
-    It runs in ``folder``, or in an empty one of its own.
-    """
+    """A Python program on ``gpus`` virtual GPUs; with none, as it is. It runs in ``folder``, or in a new one."""
     command = [
         sys.executable,
         *(["-m", "vgpu", "--cuda-is-vgpu", f"--count={gpus}", f"--gpu={gpu}"] if gpus else []),
@@ -74,7 +71,7 @@ def run(
 
 
 def judge(result: Result, name: str, done: Done) -> bool:
-    """Count a program; True where it passed, so that its numbers can be compared."""
+    """Count a program; True if it passed, so that its numbers can be compared."""
     if done.returncode == 0 and "no virtual GPU was used" not in done.stderr:
         result.passed += 1
         return True
@@ -95,7 +92,7 @@ def judge(result: Result, name: str, done: Done) -> bool:
 def compare(
     result: Result, name: str, done: Done, expected: Done, losses: Callable[[Done], list[float]]
 ) -> None:
-    """Count a program that printed losses, beside those of its run without virtual GPUs."""
+    """Count a program that printed losses, and compare them with its run without virtual GPUs."""
     if not judge(result, name, done):
         return
     found, right = losses(done), losses(expected)
@@ -110,6 +107,6 @@ def compare(
 
 
 def printed(pattern: str) -> Callable[[Done], list[float]]:
-    """What reads the numbers that follow ``pattern`` in a program's output."""
+    """A function that reads the numbers after ``pattern`` in a program's output."""
     number = re.compile(pattern + r"\s*(-?\d+\.\d+)")
     return lambda done: [float(x) for x in number.findall(done.stdout)]

@@ -1,4 +1,4 @@
-"""A tiny GPT-2 made from scratch, trained by transformers' Trainer. Prints losses and devices."""
+"""A tiny GPT-2 created from scratch, trained by transformers' Trainer. Prints losses and devices."""
 
 import json
 import sys

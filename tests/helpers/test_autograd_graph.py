@@ -22,7 +22,7 @@ def test_a_graph_has_its_operations_and_its_named_leaves():
     assert graph.edges == ((0, 1), (1, 2), (1, 3))
 
 
-def test_depth_is_the_longest_way_and_a_node_met_twice_is_one():
+def test_depth_is_the_longest_path_and_a_node_reached_twice_counts_once():
     x = leaf(1.0)
     graph = graph_of((x.exp() + x).sum(), {"x": x})
     depths = {node.label: node.depth for node in graph.nodes}
@@ -65,7 +65,7 @@ def test_saved_bytes_live_as_long_as_the_graph():
     torch.testing.assert_close(x.grad, 2 * (2 * x).exp())
 
 
-def test_saved_bytes_end_with_a_graph_that_never_went_backward():
+def test_saved_bytes_end_with_a_graph_that_never_ran_backward():
     x = torch.ones(1000, requires_grad=True)
     with SavedTensors() as saved:
         y = x.exp().exp()

@@ -12,7 +12,7 @@ def test_the_split_covers_all_digits_once():
     train, held_out = Digits(train=True), Digits(train=False)
     assert (len(train), len(held_out)) == (1437, 360)
     ours = torch.cat([train.data, held_out.data]).flatten(1).tolist()
-    # 16 grey levels become 255.
+    # Gray level 16 becomes 255.
     theirs = (load_digits().data * 255 / 16).round().astype(int).tolist()
     assert sorted(ours) == sorted(theirs)
 
@@ -24,7 +24,7 @@ def test_the_split_is_stratified():
         assert abs(share) < 0.005
 
 
-def test_items_are_as_torchvision_gives_them():
+def test_items_have_the_form_of_torchvisions():
     image, label = Digits()[0]
     assert image.mode == "L" and image.size == (8, 8) and isinstance(label, int)
     transform = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
@@ -45,7 +45,7 @@ def test_random_dataset_has_vectors_of_the_given_size():
     assert len(dataset) == 7 and dataset[3].shape == (5,)
 
 
-def test_the_network_has_the_parameters_that_it_says():
+def test_the_network_has_as_many_parameters_as_its_docstring_says():
     model = DigitsCNN()
     assert f"{sum(p.numel() for p in model.parameters()):,}" in DigitsCNN.__doc__
     assert model(torch.rand(3, 1, 8, 8)).shape == (3, 10)

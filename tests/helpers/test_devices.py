@@ -1,4 +1,4 @@
-"""A lesson gets real GPUs where there are enough, virtual ones where not."""
+"""A lesson gets real GPUs if there are enough, and virtual ones otherwise."""
 
 import os
 
@@ -20,7 +20,7 @@ def clean(monkeypatch):
 
 @pytest.fixture
 def real_gpus(monkeypatch):
-    """Pretend that this many NVIDIA GPUs are here; only questions are asked of them."""
+    """Pretend that this machine has that many NVIDIA GPUs; they're only queried."""
 
     def pretend(count):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
@@ -31,56 +31,56 @@ def real_gpus(monkeypatch):
     return pretend
 
 
-def test_lab_gives_virtual_gpus_where_none_is_real(real_gpus):
+def test_lab_returns_virtual_gpus_if_there_are_no_real_ones(real_gpus):
     real_gpus(0)
     assert devices.lab(3) == [torch.device("vgpu", index) for index in range(3)]
     assert torch.ones(2, device="vgpu:2").device == torch.device("vgpu:2")
     assert "Virtual GPUs fill in" in str(devices.describe(3))
 
 
-def test_lab_gives_real_gpus_where_there_are_enough(real_gpus):
+def test_lab_returns_real_gpus_if_there_are_enough(real_gpus):
     real_gpus(2)
     assert devices.lab(2) == [torch.device("cuda:0"), torch.device("cuda:1")]
     assert "cuda:0 to cuda:1" in str(devices.describe(2))
     assert "Real GPU 1 (16 GiB)" in str(devices.describe(2))
 
 
-def test_real_gpus_do_without_cublas_workspaces(real_gpus, monkeypatch):
+def test_real_gpus_run_without_cublas_workspaces(real_gpus, monkeypatch):
     real_gpus(2)
     devices.lab(1)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":0:0"
     assert os.environ["CUBLASLT_WORKSPACE_SIZE"] == "0"
     assert "bytes counted are those of tensors" in str(devices.describe(2))
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    assert "as CUBLAS_WORKSPACE_CONFIG=:4096:8 asks" in str(devices.describe(2))
+    assert "because CUBLAS_WORKSPACE_CONFIG=:4096:8 asks" in str(devices.describe(2))
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
-def test_ranks_on_the_few_real_gpus_have_no_workspaces_either(real_gpus):
+def test_ranks_on_real_gpus_have_no_workspaces_even_if_the_lesson_is_virtual(real_gpus):
     real_gpus(2)
     devices.describe(4)  # the lesson's own GPUs are virtual; two ranks would have real ones
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":0:0"
 
 
-def test_a_machine_without_gpus_gets_no_word_of_workspaces(real_gpus):
+def test_workspaces_are_not_mentioned_on_a_machine_without_gpus(real_gpus):
     real_gpus(0)
     assert "workspaces" not in str(devices.describe(2))
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
-def test_lab_gives_virtual_gpus_where_real_ones_are_too_few(real_gpus):
+def test_lab_returns_virtual_gpus_if_there_are_too_few_real_ones(real_gpus):
     real_gpus(1)
     assert devices.lab(2)[0].type == "vgpu"
 
 
-def test_course_devices_forces_virtual_gpus(real_gpus, monkeypatch):
+def test_vgpu_devices_forces_virtual_gpus(real_gpus, monkeypatch):
     real_gpus(8)
     monkeypatch.setenv("VGPU_DEVICES", "vgpu")
     assert devices.lab(2)[1] == torch.device("vgpu:1")
     assert "VGPU_DEVICES=vgpu asks" in str(devices.describe(2))
 
 
-def test_course_devices_refuses_real_gpus_that_are_missing(real_gpus, monkeypatch):
+def test_vgpu_devices_refuses_missing_real_gpus(real_gpus, monkeypatch):
     real_gpus(1)
     monkeypatch.setenv("VGPU_DEVICES", "cuda")
     with pytest.raises(ValueError, match="needs 2 and this machine has 1"):
@@ -92,25 +92,25 @@ def test_describe_names_a_single_gpu_once(real_gpus):
     assert "1 virtual GPU (vgpu:0)" in str(devices.describe(1))
 
 
-def test_course_devices_refuses_an_unknown_choice(monkeypatch):
+def test_vgpu_devices_refuses_an_unknown_choice(monkeypatch):
     monkeypatch.setenv("VGPU_DEVICES", "tpu")
     with pytest.raises(ValueError, match="'tpu'; it can be auto, cuda, vgpu"):
         devices.lab(1)
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2", True, None])
-def test_lab_refuses_a_count_that_is_no_positive_int(count):
-    with pytest.raises(ValueError, match="whole number of GPUs from 1"):
+def test_lab_refuses_a_count_that_is_not_a_positive_int(count):
+    with pytest.raises(ValueError, match="whole number of GPUs, at least 1"):
         devices.lab(count)
 
 
-def test_lab_hands_out_fewer_of_the_gpus_there_are():
+def test_lab_returns_fewer_gpus_than_are_enabled_if_asked():
     devices.lab(8)
     assert devices.lab(2) == [torch.device("vgpu:0"), torch.device("vgpu:1")]
     assert torch.vgpu.device_count() == 8
 
 
-def test_a_process_keeps_to_one_kind(real_gpus):
+def test_a_process_uses_only_one_kind_of_gpu(real_gpus):
     real_gpus(2)
     assert devices.lab(3)[0].type == "vgpu"
     assert devices.lab(1)[0].type == "vgpu"

@@ -1,4 +1,4 @@
-"""The catcher for errors that teach must fail when nothing was raised."""
+"""Catching instructive errors must fail if nothing was raised."""
 
 import warnings
 
@@ -16,7 +16,7 @@ def test_expected_error_shortens_the_message(capsys):
     assert caught.message.startswith("no such thing")
 
 
-def test_expected_error_fails_where_nothing_is_raised():
+def test_expected_error_fails_if_nothing_is_raised():
     with (
         pytest.raises(AssertionError, match=r"expected ValueError, but .* nothing"),
         expected_error(ValueError),

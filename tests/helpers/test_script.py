@@ -1,6 +1,6 @@
-"""Lessons show lines of train.py as they stand in the file, and read what it prints.
+"""Lessons show lines of train.py as they are in the file, and read what it prints.
 
-Lessons 07 and 12 to 15 run it with ``run_line`` and read its losses, and lesson 14 one that fails.
+Lessons 07 and 12 to 15 run it with ``run_line`` and read its losses; lesson 14 runs one that fails.
 """
 
 import pytest
@@ -16,7 +16,7 @@ def in_the_lessons_folder(monkeypatch):
     monkeypatch.chdir(FOLDER)
 
 
-def test_show_lines_gives_the_lines_of_the_file():
+def test_show_lines_returns_the_lines_of_the_file():
     shown = script.show_lines("divide", "TENSOR_PLAN", "Checkpoints.save").data
     text = (FOLDER / "train.py").read_text(encoding="utf-8")
     function = shown.split("\n\n\n")[0].split("\n", 2)[2]

@@ -22,13 +22,13 @@ def test_python_is_this_interpreter_and_the_variable_starts_unset(monkeypatch):
     assert chosen.output == f"1,3 {sys.prefix}"
 
 
-def test_a_failing_line_has_its_status_and_its_errors():
+def test_a_failing_line_returns_its_status_and_errors():
     (result,) = run_lines(["no_such_command 2,3"], {})
     assert result.status == 127
     assert "not found" in result.errors
 
 
-def test_a_traceback_is_text_without_colours(monkeypatch):
+def test_a_traceback_is_text_without_colors(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as in a kernel
     script = 'import os; print(os.environ.get("FORCE_COLOR")); 1 / 0'
     (result,) = run_lines(["python fails.py"], {"fails.py": script})
@@ -42,7 +42,7 @@ def test_a_line_that_never_ends_is_stopped():
         run_lines(["tail -f /dev/null; true"], {}, timeout_s=0.5)
 
 
-def test_lines_have_one_limit_together():
+def test_lines_share_one_time_limit():
     with pytest.raises(subprocess.TimeoutExpired, match=r"after 0\.4 seconds"):
         run_lines(["sleep 0.3", "sleep 0.6"], {}, timeout_s=0.4)
 
@@ -55,7 +55,7 @@ def test_what_a_line_leaves_running_is_stopped():
         assert process.status() == psutil.STATUS_ZOMBIE or process.wait(30) is None
 
 
-def test_a_machine_without_a_shell_is_told_so_in_one_sentence(monkeypatch):
+def test_a_missing_shell_is_reported_in_one_sentence(monkeypatch):
     monkeypatch.setattr("helpers.shell.shutil.which", lambda name, path=None: None)
     with pytest.raises(FileNotFoundError, match="no POSIX shell"):
         run_lines(["true"], {})

@@ -1,4 +1,4 @@
-"""Letters from Python's own help: encoded, split, cut into batches for ranks, and learned."""
+"""Letters from Python's own help: encoded, split, divided into batches for ranks, and learned."""
 
 from dataclasses import replace
 
@@ -11,38 +11,38 @@ from helpers.text import VOCABULARY, batches, decode, encode, letters, sample
 from vgpu.plan.transformer import LETTERS, Transformer
 
 
-def test_the_vocabulary_is_a_lines_end_and_printable_ascii():
+def test_the_vocabulary_is_newline_and_printable_ascii():
     assert len(VOCABULARY) == len(set(VOCABULARY)) == LETTERS.vocabulary == 96
     assert VOCABULARY.isascii() and VOCABULARY.replace("\n", "").isprintable()
 
 
-def test_encode_and_decode_are_each_others_inverse():
+def test_decode_is_the_inverse_of_encode():
     tokens = encode(VOCABULARY)
     assert tokens.tolist() == list(range(96))
     assert decode(tokens) == VOCABULARY
     assert decode(encode("")) == ""
 
 
-def test_a_letter_without_a_number_is_named_with_its_place():
-    with pytest.raises(ValueError, match=r"letter 'ß' at place 3 .*printable ASCII"):
+def test_a_letter_outside_the_vocabulary_is_named_with_its_position():
+    with pytest.raises(ValueError, match=r"letter 'ß' at position 3 .*printable ASCII"):
         encode("Spaß")
 
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (torch.tensor([1, 96]), r"number 96 at place 1 .* 0 to 95"),
-        (torch.tensor([-1]), "number -1 at place 0"),
+        (torch.tensor([1, 96]), r"number 96 at position 1 .* 0 to 95"),
+        (torch.tensor([-1]), "number -1 at position 0"),
         (torch.zeros(2, 3, dtype=torch.int64), r"shape \(2, 3\).* row by row"),
         (torch.zeros(3), r"torch.float32 of shape \(3,\)"),
     ],
 )
-def test_decode_refuses_tensors_that_are_no_text(tokens, message):
+def test_decode_refuses_tensors_that_are_not_text(tokens, message):
     with pytest.raises(ValueError, match=message):
         decode(tokens)
 
 
-def test_training_and_held_out_letters_are_apart_and_plenty():
+def test_training_and_held_out_letters_are_separate_and_numerous():
     train, held_out = letters(train=True), letters(train=False)
     assert len(train) > 300_000 and len(held_out) == pytest.approx(len(train) / 9, rel=1e-3)
     whole = torch.cat([train, held_out])
@@ -59,7 +59,7 @@ def test_targets_are_the_letters_after_their_inputs():
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_share_out_what_one_process_sees(world_size):
+def test_ranks_divide_the_batches_of_a_single_process(world_size):
     tokens = letters()
     whole = batches(tokens, 8, length=16, seed=3)
     parts = [
@@ -75,7 +75,11 @@ def test_ranks_share_out_what_one_process_sees(world_size):
 @pytest.mark.parametrize(
     ("tokens", "asked", "message"),
     [
-        (torch.arange(8), {"batch_size": 1, "length": 8}, r"\(8,\): it takes \(N,\) with N above"),
+        (
+            torch.arange(8),
+            {"batch_size": 1, "length": 8},
+            r"\(8,\): batches needs \(N,\) with N above",
+        ),
         (torch.arange(8)[None], {"batch_size": 1, "length": 2}, r"shape \(1, 8\)"),
         (torch.arange(8), {"batch_size": 1, "length": 0}, "a positive length"),
         (
@@ -83,25 +87,25 @@ def test_ranks_share_out_what_one_process_sees(world_size):
             {"batch_size": 6, "length": 2, "world_size": 4},
             "6 sequences .* 4 ranks",
         ),
-        (torch.arange(8), {"batch_size": 4, "length": 2, "rank": 1}, "rank 1 is none of 1 ranks"),
+        (torch.arange(8), {"batch_size": 4, "length": 2, "rank": 1}, "rank 1 isn't one of 1 ranks"),
     ],
 )
-def test_batches_that_cannot_be_cut_are_refused_at_once(tokens, asked, message):
+def test_impossible_batches_are_refused_immediately(tokens, asked, message):
     with pytest.raises(ValueError, match=message):
         batches(tokens, **asked)
 
 
-def test_a_sequence_longer_than_the_model_was_made_for_is_refused():
+def test_a_sequence_longer_than_the_models_is_refused():
     with pytest.raises(ValueError, match=r"sequence of 9 tokens is longer than the 8"):
         Transformer(replace(LETTERS, sequence=8))(torch.zeros(1, 9, dtype=torch.int64))
 
 
-def test_the_letters_model_has_the_parameters_that_its_comment_says():
+def test_the_letter_model_has_as_many_parameters_as_its_comment_says():
     assert sum(p.numel() for p in Transformer(LETTERS).parameters()) == 352_896
 
 
 class NextLetter(nn.Module):
-    """Sure of one thing: after each letter of the vocabulary comes the next one."""
+    """A model that's certain that each letter of the vocabulary is followed by the next one."""
 
     def __init__(self):
         super().__init__()
@@ -113,13 +117,13 @@ class NextLetter(nn.Module):
         return self.sure * F.one_hot((tokens + 1) % 96, 96)
 
 
-def test_a_sample_continues_the_prompt_with_what_the_model_holds_likely():
+def test_a_sample_continues_the_prompt_with_likely_letters():
     model = NextLetter()
     assert sample(model, "ab", count=5, window=4) == "abcdefg"
     assert model.longest == 4
 
 
-def test_a_sample_follows_its_seed():
+def test_a_sample_depends_only_on_its_seed():
     model = Transformer(LETTERS)
     first, same, other = (sample(model, count=20, seed=seed) for seed in (0, 0, 1))
     assert first == same != other and first.startswith("The ")

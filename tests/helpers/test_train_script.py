@@ -1,4 +1,4 @@
-"""notebooks/train.py: the losses of one process in other layouts, checkpoints, messages.
+"""notebooks/train.py: the same losses in every layout, checkpoints, messages.
 
 Lesson 07 restarts it after a rank is killed, and compares the parameters bit for bit.
 """
@@ -34,7 +34,7 @@ def on_a_rank(rank, world_size, arguments):
 
 @pytest.fixture
 def run(capfd, monkeypatch):
-    """Run the script on so many ranks; what it printed."""
+    """Run the script on ``ranks`` ranks; returns what it printed."""
 
     def run(options, ranks=1):
         if ranks > 1:
@@ -57,7 +57,7 @@ def parameters(folder, step):
     return torch.load(folder / "plain.pt")["model"]
 
 
-def test_layouts_have_the_losses_and_norms_of_a_single_process(run):
+def test_layouts_match_a_single_processs_losses_and_norms(run):
     """Lessons 07, 12, 13 and 14 compare the losses of layouts that have one dimension."""
     alone = losses(run("--steps 20"))
     assert alone[-1, 1] < alone[0, 1] < 4.5
@@ -70,7 +70,7 @@ def test_layouts_have_the_losses_and_norms_of_a_single_process(run):
         )
 
 
-def test_a_training_resumes_in_another_layout_from_its_last_complete_checkpoint(run, tmp_path):
+def test_training_resumes_in_another_layout_from_the_last_complete_checkpoint(run, tmp_path):
     options = f"--steps 30 --save-every 10 --checkpoints {tmp_path}"
     whole = losses(run(f"{options} --dp-shard 4", 4))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000030"]
@@ -108,7 +108,7 @@ def test_the_script_reports_speed_and_peak_with_cuda_read_as_vgpu():
 
 
 def test_a_cluster_runs_the_script_as_fast_as_the_plan_predicts():
-    """Lesson 15 compares the two with shards of FSDP over hosts and tensor parallelism inside."""
+    """Lesson 15 compares the two with FSDP across hosts and tensor parallelism inside."""
     options = "--model 8B --layers 8 --bf16 --recompute"
     sizes = dataclasses.replace(LLAMA["8B"], layers=8)
     layouts = {
@@ -138,8 +138,9 @@ def test_a_whole_state_dict_is_loaded_into_shards(run, tmp_path):
         (b"no checkpoint", "cannot read .*bad.pt: "),
         (
             {"norm.weight": torch.ones(3)},
-            "bad.pt is of another model: embedding.weight is None there",
+            "bad.pt is from a different model: embedding.weight is None there",
         ),
+        (torch.ones(3), "bad.pt has no state dict, but a Tensor"),
     ],
 )
 def test_the_script_refuses_a_file_that_has_none_of_its_weights(
@@ -161,11 +162,13 @@ def test_the_script_refuses_a_file_that_has_none_of_its_weights(
     [
         ("--dp-shard 3", "1 ranks are not dp_replicate 1 × dp_shard 3 × tp 1"),
         ("--tp 2", "1 ranks are not dp_replicate 1 × dp_shard 1 × tp 2"),
-        ("--batch 0", "0 sequences in a batch do not divide into 1 equal parts"),
-        ("--layers -1", "layers must be at least 1, got -1"),
+        ("--batch 0", "--batch must be at least 1"),
+        ("--save-every 0", "--save-every must be at least 1"),
+        ("--dp-shard -2 --tp -2", "--dp-shard must be at least 0"),
+        ("--layers -1", "--layers must be at least 0"),
     ],
 )
-def test_the_script_refuses_sizes_that_do_not_divide(monkeypatch, capsys, options, message):
+def test_the_script_refuses_sizes_that_are_not_divisible(monkeypatch, capsys, options, message):
     monkeypatch.setattr(sys, "argv", [SCRIPT, *options.split()])
     with pytest.raises(SystemExit) as refused:
         runpy.run_path(SCRIPT, run_name="__main__")
@@ -173,12 +176,12 @@ def test_the_script_refuses_sizes_that_do_not_divide(monkeypatch, capsys, option
     assert capsys.readouterr().err == f"train.py: {message}\n"
 
 
-def test_the_script_refuses_a_checkpoint_of_another_model(run, tmp_path, capfd):
+def test_the_script_refuses_another_models_checkpoint(run, tmp_path, capfd):
     run(f"--steps 2 --checkpoints {tmp_path}")
     with pytest.raises(SystemExit):
         run(f"--steps 4 --width 64 --checkpoints {tmp_path}")
     message = capfd.readouterr().err
-    assert f"{tmp_path / 'step-00000002'} is not of this model, or is damaged" in message
+    assert f"{tmp_path / 'step-00000002'} is from a different model, or damaged" in message
     assert "size mismatch" in message.lower() and "Traceback" not in message
 
 
@@ -193,7 +196,7 @@ def test_a_full_disk_keeps_the_last_complete_checkpoint(run, tmp_path, capfd):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     message = capfd.readouterr().err
     assert f"cannot write into {tmp_path}: rank 0 found" in message
-    assert "the last whole checkpoint is kept" in message
+    assert "the last complete checkpoint is kept" in message
     assert f"resumed from {tmp_path / 'step-00000002'}" in run(
         f"--steps 4 --checkpoints {tmp_path}"
     )

@@ -1,4 +1,4 @@
-"""The project's files say the same as each other: packages, releases of PyTorch, commands, version."""
+"""The project's files agree with each other: packages, releases of PyTorch, commands, version."""
 
 import re
 import tomllib
@@ -18,12 +18,12 @@ def text(name):
 
 
 def recipe(target):
-    """The commands of a target of the Makefile."""
+    """The commands of a Makefile target."""
     (found,) = re.findall(rf"^{target}:.*\n((?:\t.*\n)+)", text("Makefile"), re.MULTILINE)
     return [line.strip().replace("$(BIN)", ".venv/bin") for line in found.splitlines()]
 
 
-def test_every_file_names_the_releases_of_pytorch_that_are_tried():
+def test_every_file_names_the_tested_releases_of_pytorch():
     numbers = [[int(part) for part in release.split(".")] for release in TRIED]
     assert numbers == sorted(numbers)
     *older, newest = (release.rpartition(".")[0] for release in TRIED)
@@ -46,17 +46,17 @@ def test_conda_and_pip_install_the_same_packages():
     assert f"python{PROJECT['requires-python']}" in CONDA["dependencies"]
 
 
-def test_ci_runs_the_readme_s_test_command():
+def test_ci_runs_the_readmes_test_command():
     assert "make test" in text(".ci/run").splitlines()
     assert "make test" in text("README.md") and "make lab" in text("README.md")
 
 
-def test_a_commit_is_checked_as_make_check_does():
+def test_a_commit_is_checked_as_by_make_check():
     (local,) = yaml.safe_load(text(".pre-commit-config.yaml"))["repos"]
     assert [hook["entry"] for hook in local["hooks"]] == recipe("check")
 
 
-def test_the_changelog_and_the_citation_are_of_this_version():
+def test_the_changelog_and_the_citation_have_this_version():
     newest = re.search(r"^## (\S+)", text("CHANGELOG.md"), re.MULTILINE)
     citation = yaml.safe_load(text("CITATION.cff"))
     assert newest[1] == citation["version"] == PROJECT["version"]

@@ -1,6 +1,6 @@
-"""`make venv` as someone types it who has just got a clone: here a small one, without a network.
+"""`make venv` in a new clone, which here is a small one, without a network.
 
-Its torch is an empty package; Makefile, set-up, venv and pip are the real ones.
+Its torch is an empty package; Makefile, setup, venv and pip are the real ones.
 """
 
 import os
@@ -56,7 +56,7 @@ def write_wheel(folder, name, version, needs=""):
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
-    """A stick with two releases of PyTorch, as a folder and as an index of packages."""
+    """A USB stick with two releases of PyTorch, as a folder and as a package index."""
     stick = tmp_path_factory.mktemp("a stick")
     for torch, vision in (("2.14.1", "0.29.1"), ("2.15.0", "0.30.0")):
         write_wheel(stick, "torch", torch)
@@ -83,7 +83,7 @@ def clone(tmp_path):
 
 
 def make(folder, *arguments, **environment):
-    """Run make venv there; what it printed, and whether it succeeded."""
+    """Run make venv there; returns what it printed, and whether it succeeded."""
     plain = {"PATH": os.environ["PATH"], "HOME": str(folder.parent), "PIP_CONFIG_FILE": os.devnull}
     done = subprocess.run(
         ["make", "--no-print-directory", "venv", f"PYTHON={sys.executable}", *arguments],
@@ -97,7 +97,7 @@ def torch_in(venv):
     return [path.name for path in venv.glob("lib/*/site-packages/torch-*.dist-info")]
 
 
-def test_wheels_of_a_folder_install_without_a_network_and_once(clone, wheels, tmp_path):
+def test_wheels_in_a_folder_are_installed_once_and_without_a_network(clone, wheels, tmp_path):
     (tmp_path / "argparse.py").write_text("raise ImportError('the wrong argparse')")
     said, good = make(clone, f"WHEELS={wheels}", PYTHONPATH=str(tmp_path), PIP_USER="1")
     assert good and f"installing packages from {wheels}; nothing is downloaded" in said, said
@@ -112,14 +112,14 @@ def test_wheels_of_a_folder_install_without_a_network_and_once(clone, wheels, tm
     assert good and "Successfully installed" in said, said
 
 
-def test_a_release_that_is_named_gets_an_environment_of_its_own(clone, wheels):
+def test_a_requested_release_gets_a_separate_environment(clone, wheels):
     said, good = make(clone, f"WHEELS={wheels}", "TORCH=2.14.1")
     assert good, said
     assert torch_in(clone / ".venv-torch2.14.1") == ["torch-2.14.1.dist-info"]
     assert not (clone / ".venv").exists()
 
 
-def test_a_release_that_is_named_is_taken_past_a_constraint_of_pip_s(clone, wheels, tmp_path):
+def test_a_requested_release_is_installed_despite_pips_constraints(clone, wheels, tmp_path):
     (tmp_path / "caps.txt").write_text("torch<2.15")
     settings = {"PIP_CONSTRAINT": str(tmp_path / "caps.txt"), "PIP_INDEX_URL": wheels.as_uri()}
     said, good = make(clone, "TORCH=2.15.0", "CUDA=1", **settings)
@@ -129,7 +129,7 @@ def test_a_release_that_is_named_is_taken_past_a_constraint_of_pip_s(clone, whee
     assert torch_in(clone / ".venv-torch2.15.0") == ["torch-2.15.0.dist-info"]
 
 
-def test_an_environment_that_the_set_up_did_not_make_is_left_alone(clone):
+def test_an_environment_that_setup_did_not_create_is_left_alone(clone):
     (clone / ".venv").mkdir()
     (clone / ".venv" / "pyvenv.cfg").write_text("mine")
     said, good = make(clone)
@@ -137,7 +137,7 @@ def test_an_environment_that_the_set_up_did_not_make_is_left_alone(clone):
     assert (clone / ".venv" / "pyvenv.cfg").read_text() == "mine"
 
 
-def test_a_machine_without_python_gets_one_sentence(tmp_path):
+def test_a_missing_python_is_reported_in_one_sentence(tmp_path):
     (tmp_path / "sh").symlink_to(shutil.which("sh"))
     done = subprocess.run(["sh", ROOT / "find_python.sh"], env={"PATH": str(tmp_path)},
                           capture_output=True, text=True)  # fmt: skip
@@ -145,7 +145,7 @@ def test_a_machine_without_python_gets_one_sentence(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["student", "solved", "exam", "slides", "book"])
-def test_a_folder_with_a_space_in_its_name_is_one_argument(target):
+def test_a_folder_with_a_space_in_its_name_is_passed_as_one_argument(target):
     done = subprocess.run(
         ["make", "-n", "--no-print-directory", target, "OUT=/x/my class"],
         cwd=ROOT, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True,

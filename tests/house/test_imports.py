@@ -1,4 +1,4 @@
-"""Imports inside the package point one way: a file imports only from rows above its own (ORDER)."""
+"""Imports inside the packages point one way: a file imports only from rows above its own (ORDER)."""
 
 import ast
 
@@ -20,7 +20,7 @@ def test_imports_point_one_way():
             assert row(name) <= own, f"{module} imports {name}, which stands below it"
 
 
-def test_every_row_names_something_that_is_there():
+def test_every_row_names_something_that_exists():
     for name in ORDER:
         path = ROOT.joinpath(*name.split("."))
         assert path.is_dir() or path.with_suffix(".py").is_file(), f"{name} is gone"
@@ -39,7 +39,7 @@ def test_the_library_reads_no_environment_variable_of_the_course():
             assert "COURSE_" not in path.read_text(encoding="utf-8"), module
 
 
-def test_init_files_only_hand_names_on():
+def test_init_files_only_reexport_names():
     for path in (path for package in PACKAGES for path in package.rglob("__init__.py")):
         if path.parent.name == "helpers":
             continue  # it names what moved to the library
@@ -50,9 +50,9 @@ def test_init_files_only_hand_names_on():
             assert docstring or exported or handed_on, f"{path}: line {node.lineno} does more"
 
 
-def test_the_names_that_lessons_use_stay():
+def test_the_names_that_lessons_use_are_exported():
     assert {"check", "evaluate", "exercises", "progress", "reset"} <= set(helpers.checks.__all__)
-    assert {"COLOURS", "figure"} <= set(helpers.plots.__all__)
+    assert {"COLORS", "figure"} <= set(helpers.plots.__all__)
     assert {"LaunchError", "RanksHung", "run", "warm_up"} <= set(vgpu.launch.__all__)
 
 

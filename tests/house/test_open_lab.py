@@ -1,4 +1,4 @@
-"""JupyterLab as `make lab` opens it: the address that it prints, and what Ctrl+C leaves: nothing."""
+"""JupyterLab as opened by `make lab`: the address that it prints, and that Ctrl+C leaves nothing behind."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from teaching.lessons import ROOT
         ({"container": "podman", "DISPLAY": ":0"}, False),
     ],
 )
-def test_a_browser_opens_only_where_its_user_sits(monkeypatch, environment, sits_here):
+def test_a_browser_opens_only_on_the_users_own_machine(monkeypatch, environment, sits_here):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(os.path, "exists", lambda path: False)
@@ -54,7 +54,7 @@ def lab(tmp_path):
     lines = [server.stdout.readline()]
     while lines[-1] and not re.match(r"\s+http://127\.0\.0\.1", lines[-1]):
         lines.append(server.stdout.readline())
-    # JupyterLab prints its address just before it listens there.
+    # JupyterLab prints its address just before it starts listening.
     port = int(re.search(r":(\d+)/lab", lines[-1])[1])
     while server.poll() is None and not listens(port):
         time.sleep(0.05)

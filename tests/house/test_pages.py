@@ -1,4 +1,4 @@
-"""The paths that the pages name are there, and their links lead somewhere."""
+"""The paths that the pages name exist, and their links work."""
 
 import re
 
@@ -20,18 +20,19 @@ def named(path):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=named)
-def test_links_lead_somewhere(path):
+def test_links_work(path):
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         if workflow := re.match(r"\.\./\.\./actions/(workflows/\w+\.yml)", target):
-            # GitHub reads such a link from the page's address: the workflow's runs, and its badge.
+            # GitHub resolves such links, to a workflow's runs and badge, relative to the page's
+            # address.
             target = f".github/{workflow[1]}"
         assert (path.parent / target).exists(), f"no {target}"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=named)
-def test_files_in_the_text_are_there(path):
-    """`dispatch/rules.py`, `tests/lessons`, `lesson_NN.py`: with the end of its path, or all of it."""
+def test_files_named_in_the_text_exist(path):
+    """`dispatch/rules.py`, `tests/lessons`, `lesson_NN.py`: the end of a path, or all of it."""
     text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.DOTALL)
     for name in re.findall(r"`([\w.]+(?:/[\w.]+)*)`", text):
         is_path = name.partition("/")[0] in FOLDERS or name.endswith((".py", ".md", ".yml"))
@@ -42,7 +43,7 @@ def test_files_in_the_text_are_there(path):
         assert places or not is_path, f"no {name}"
 
 
-def test_the_readme_s_tree_is_that_of_the_repository():
+def test_the_readmes_tree_matches_the_repository():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     tree = text.partition("## What is where\n\n```\n")[2].partition("```")[0]
     folder = ROOT

@@ -1,4 +1,6 @@
-"""The list of private names of torch is that of the code: tests/vgpu/test_torch_private_names.py tries it."""
+"""The list of torch's private names matches the code; tests/vgpu/test_torch_private_names.py tests
+the names.
+"""
 
 import re
 
@@ -6,7 +8,8 @@ import pytest
 from private_names import listed, uses
 
 LISTED = {name for each in listed.RELIANCES for name in each.names}
-# Attributes of Python's own and of C++'s library; and of objects: every torch.TypedStorage, every stage of a pipeline.
+# Attributes of Python and of the C++ library, and of objects such as torch.TypedStorage and
+# pipeline stages.
 NOT_TORCH = {
     "_ZSt13set_terminatePFvvE",
     "_config",
@@ -23,13 +26,13 @@ OF_OBJECTS = {"_untyped_storage", "_user_meta"}
 
 @pytest.fixture(scope="module", autouse=True)
 def sources_go():
-    """What this process collects after this file goes through fewer objects."""
+    """Garbage collections after this file have fewer objects to go through."""
     yield
     uses.sources.cache_clear()
 
 
 def covered(name):
-    """Whether a name is listed, or is a module of which a listed name is used."""
+    """Whether a name is listed, or is a module from which a listed name is used."""
     return any(other == name or other.startswith(f"{name}.") for other in LISTED)
 
 

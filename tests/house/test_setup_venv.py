@@ -1,4 +1,4 @@
-"""What the set-up decides: which PyTorch, from where, and what it does when pip fails."""
+"""What setup decides: which PyTorch, from where, and what to do if pip fails."""
 
 import argparse
 import ast
@@ -20,7 +20,7 @@ def options(**given):
     )
 
 
-def test_a_python_that_is_too_old_can_read_the_set_up():
+def test_a_python_that_is_too_old_can_parse_setup_venv():
     text = (ROOT / "setup_venv.py").read_text("utf-8")
     ast.parse(text, feature_version=(3, 6))
     assert text.index("sys.exit(") < text.index("import tomllib")
@@ -35,12 +35,12 @@ def test_a_python_that_is_too_old_can_read_the_set_up():
         ("2.99.0", "torch==2.99.0"),
     ],
 )
-def test_pip_is_asked_for_the_release_that_was_named(release, wanted):
+def test_pip_is_asked_for_the_requested_release(release, wanted):
     assert setup_venv.torch_requirement(release) == wanted
 
 
 @pytest.mark.parametrize("release", ["2.11.0", "1.13", "newest"])
-def test_a_release_outside_of_the_range_gets_one_sentence(release):
+def test_a_release_outside_of_the_range_is_refused_in_one_sentence(release):
     with pytest.raises(SystemExit, match=rf"^setup: TORCH={release} isn't 2\.\d+ or newer"):
         setup_venv.torch_requirement(release)
 
@@ -55,16 +55,14 @@ def test_a_release_outside_of_the_range_gets_one_sentence(release):
         ({}, False, False, False),
     ],
 )
-def test_linux_gets_the_small_builds_where_they_are_enough(
-    monkeypatch, given, driver, answers, small
-):
+def test_linux_gets_the_small_builds_if_they_are_enough(monkeypatch, given, driver, answers, small):
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(shutil, "which", lambda name: name if driver else None)
     monkeypatch.setattr(setup_venv, "answers", lambda index: answers)
     assert (setup_venv.CPU_INDEX in setup_venv.source(options(**given))) is small
 
 
-def test_pip_s_settings_that_choose_releases_are_told_from_mirrors(tmp_path, monkeypatch):
+def test_pip_settings_that_choose_releases_are_distinguished_from_mirrors(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     (tmp_path / "pip.conf").write_text(
@@ -80,8 +78,8 @@ def test_pip_s_settings_that_choose_releases_are_told_from_mirrors(tmp_path, mon
     assert variables["PIP_CONFIG_FILE"] == os.devnull and "PIP_FIND_LINKS" not in variables
 
 
-def test_builds_that_do_not_go_together_are_replaced_if_a_release_was_named(tmp_path, monkeypatch):
-    """As a folder of wheels that has a CPU build of torch, beside an index's torchvision."""
+def test_incompatible_builds_are_replaced_if_a_release_was_requested(tmp_path, monkeypatch):
+    """As with a folder of wheels that has a CPU build of torch, and torchvision from an index."""
     calls, matches = [], iter([False, True])
     monkeypatch.setattr(
         setup_venv, "pip", lambda *arguments, **_: calls.append(arguments[1]) or True
@@ -92,7 +90,7 @@ def test_builds_that_do_not_go_together_are_replaced_if_a_release_was_named(tmp_
     assert calls == ["install", "uninstall", "install"]
 
 
-def test_a_release_that_cannot_be_had_is_said_with_what_may_have_stood_in_its_way(
+def test_an_unavailable_release_is_reported_with_the_settings_that_may_be_in_the_way(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(setup_venv, "pip", lambda *arguments, **_: False)
@@ -104,7 +102,7 @@ def test_a_release_that_cannot_be_had_is_said_with_what_may_have_stood_in_its_wa
     assert "PyTorch 2.15.9 can't be installed, with or without these settings" in said
 
 
-def test_a_failed_download_gets_one_sentence(tmp_path, monkeypatch):
+def test_a_failed_download_is_reported_in_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(setup_venv, "pip", lambda *arguments, **_: False)
     monkeypatch.setattr(setup_venv, "without_choosing_settings", lambda venv: ({}, ""))
     with pytest.raises(SystemExit, match=r"check the network .* and the disk \(\d+ GB are free"):

@@ -1,4 +1,4 @@
-"""The wheel is the library and nothing else, and runs where the course is not."""
+"""The wheel contains only the library, and runs without the course."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ def test_the_wheel_has_the_package_vgpu_its_types_its_pytest_plugin_and_nothing_
     assert (wheel / "vgpu" / "py.typed").is_file()
 
 
-def test_the_first_example_of_the_library_s_page_runs_from_the_wheel(wheel, tmp_path):
+def test_the_first_example_of_the_librarys_guide_runs_from_the_wheel(wheel, tmp_path):
     text = (ROOT / "docs" / "vgpu.md").read_text("utf-8")
     away = f"```python\nimport vgpu\nprint(vgpu.__path__ == [{str(wheel / 'vgpu')!r}])\n"
     away += "import importlib.util\nprint(importlib.util.find_spec('helpers'))\n```\n"

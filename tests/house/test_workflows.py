@@ -1,4 +1,4 @@
-"""The public CI: it runs commands that there are, on the versions that the project promises."""
+"""The public CI runs existing commands, on the versions that the project supports."""
 
 import re
 
@@ -25,7 +25,7 @@ def commands_of(job):
 
 
 @pytest.mark.parametrize("path", [*WORKFLOWS, ROOT / ".ci" / "run"], ids=lambda path: path.stem)
-def test_commands_name_what_is_there(path):
+def test_commands_name_existing_files_and_targets(path):
     for command in commands(path):
         for target in re.findall(r"\bmake ([a-z-]+)", command):
             assert target in TARGETS, f"no target {target}: {command}"

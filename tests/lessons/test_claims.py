@@ -1,4 +1,4 @@
-"""The ledger: every claim has its proving cell, and every proving cell its claim."""
+"""The ledger: every claim has a proving cell, and every proving cell a claim."""
 
 import ast
 
@@ -15,7 +15,7 @@ ASSERTING = ("assert_close", "assert_equal", "expected_error", "expected_warning
 
 
 def cells_tagged(prefix):
-    """Claim id → the (lesson, cell) pairs that carry its tag, as ``claim-A01``."""
+    """Claim id → the (lesson, cell) pairs with its tag, such as ``claim-A01``."""
     found = {}
     for path in lessons.NOTEBOOKS:
         for cell in lessons.cells(path):
@@ -31,7 +31,7 @@ def proving_cells():
 
 
 def asserts_something(source):
-    """Whether a cell can fail by its own statement: an assert of something, or a comparison."""
+    """Whether a cell can fail by its own statements: an assert, or a comparison."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Assert) and not isinstance(node.test, ast.Constant):
             return True
@@ -42,7 +42,7 @@ def asserts_something(source):
 
 def test_the_ledger_is_well_formed():
     ids = [claim["id"] for claim in LEDGER]
-    assert len(ids) == len(set(ids)), "an id stands twice"
+    assert len(ids) == len(set(ids)), "an id occurs twice"
     for claim in LEDGER:
         assert set(claim) <= {"id", "claim", "verdict", "holds", "believed", "lesson", "pending"}
         assert claim["verdict"] in VERDICTS
@@ -69,7 +69,7 @@ def test_a_prediction_shows_how_it_moves_with_the_free_figures(claim):
         assert claim["lesson"] in [number for number, _ in places]
     else:
         assert not places, (
-            f"{claim['id']} is no prediction, and a cell is tagged moves-{claim['id']}"
+            f"{claim['id']} is not a prediction, but a cell is tagged moves-{claim['id']}"
         )
     for number, cell in places:
         assert asserts_something(cell.source), f"lesson {number}, {cell.id} asserts nothing"
@@ -89,7 +89,7 @@ def test_a_pending_claim_has_its_reason():
 
 @pytest.mark.parametrize("broken", all_broken(), ids=lambda broken: f"{broken.claim}-{broken.how}")
 def test_every_break_of_a_claim_finds_its_text_in_the_lesson(broken):
-    # Whether the claim then fails is tried in tests/claims.
+    # tests/claims checks whether the claim then fails.
     assert cells_to_run(*proving(broken), broken, [*broken.shorter, *broken.edits])
 
 
@@ -110,6 +110,6 @@ ONCE_BADLY_PROVED = {
 }
 
 
-def test_claims_once_proved_badly_have_breaks():
+def test_claims_that_once_had_weak_proofs_have_breaks():
     untried = ONCE_BADLY_PROVED - {broken.claim for broken in all_broken()}
     assert not untried, f"add to tests/support/broken_claims: {sorted(untried)}"

@@ -1,4 +1,4 @@
-"""A working day: each lesson's core is short, needs nothing of the rest, and says its minutes."""
+"""Each lesson's core is short, needs nothing from the rest, and shows its minutes."""
 
 import re
 
@@ -18,7 +18,7 @@ def cells(path):
     return lessons.raw(path)["cells"]
 
 
-def test_a_section_of_more_ends_at_the_next_heading_of_its_level():
+def test_a_section_tagged_more_ends_at_the_next_heading_of_its_level():
     def cell(source, *tags, kind="markdown"):
         return {"cell_type": kind, "source": [source], "metadata": {"tags": [*tags]}}
 
@@ -79,7 +79,7 @@ def test_a_lesson_has_at_most_five_guesses(path):
 
 
 @each_lesson
-def test_a_core_uses_nothing_of_the_rest(path):
+def test_a_core_uses_nothing_from_the_rest(path):
     kept = {cell["id"] for cell in sections.core(cells(path))}
     code = [cell for cell in lessons.cells(path) if cell.is_code]
     for place, cell in enumerate(code):

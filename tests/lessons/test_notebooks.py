@@ -1,4 +1,4 @@
-"""What every lesson's file must be, before it is even run."""
+"""Rules for every lesson's file, without running it."""
 
 import ast
 import re
@@ -75,9 +75,9 @@ def test_every_lesson_opens_with_its_goals_and_closes_with_a_summary(path):
 
 
 @each_lesson
-def test_links_within_a_lesson_and_to_others_lead_somewhere(path):
+def test_links_within_a_lesson_and_to_others_work(path):
     text = "\n".join(cell.source for cell in prose(path))
-    # JupyterLab names a heading's place after its text, with dashes for spaces.
+    # JupyterLab creates a heading's anchor from its text, with dashes for spaces.
     places = {name.replace(" ", "-") for name in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
     for target in re.findall(r"\]\((#[^)]+|[\w.]+\.ipynb)\)", text):
         if target.startswith("#"):
@@ -87,7 +87,7 @@ def test_links_within_a_lesson_and_to_others_lead_somewhere(path):
 
 
 @each_lesson
-def test_a_lesson_with_an_explorer_asks_what_if_in_its_opening(path):
+def test_a_lesson_with_an_explorer_mentions_it_in_its_opening(path):
     explorers = any(re.search(r"^\w+_explorer\(", cell.source, re.M) for cell in code(path))
     opening = lessons.cells(path)[0].source
     if explorers and lessons.number(path):
@@ -99,7 +99,7 @@ def test_code_cells_are_short(path):
     sizes = {cell.id: len(cell.source.splitlines()) for cell in code(path)}
     long = {name: size for name, size in sizes.items() if size > 20}
     assert not long, f"code cells over 20 lines: {long}"
-    # Stubs, setups and checks included; a lesson is read a few lines at a time.
+    # Including stubs, setups and checks; a lesson is read a few lines at a time.
     assert sorted(sizes.values())[len(sizes) // 2] <= 9, f"the median is too long: {sizes}"
 
 
@@ -116,13 +116,13 @@ def test_prose_is_short_and_close_to_the_code(path):
 
 
 @each_lesson
-def test_figures_have_words_beside_them(path):
+def test_figures_have_prose_next_to_them(path):
     cells = lessons.cells(path)
     for index, cell in enumerate(cells):
         if cell.is_code and ("plt.show()" in cell.source or "plots." in cell.source):
             assert "figure" in cell.tags, f"{cell.id} draws and lacks the tag 'figure'"
-            neighbours = cells[max(index - 1, 0) : index + 2]
-            assert any(not near.is_code for near in neighbours), f"{cell.id} stands without words"
+            neighbors = cells[max(index - 1, 0) : index + 2]
+            assert any(not near.is_code for near in neighbors), f"{cell.id} has no prose next to it"
 
 
 @each_lesson

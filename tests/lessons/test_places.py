@@ -1,4 +1,4 @@
-"""The places outside the notebooks that name lessons say what the notebooks say."""
+"""Files outside of the notebooks that mention lessons agree with the notebooks."""
 
 import re
 
@@ -20,7 +20,7 @@ def minutes(path):
     return re.search(r"\*\*Time:\*\* about (\d+) minutes", lessons.cells(path)[0].source)[1]
 
 
-def test_the_readme_s_table_is_that_of_the_notebooks():
+def test_the_readmes_table_matches_the_notebooks():
     rows = re.findall(r"^\| \[(.*)\]\(notebooks/(.*)\) \| (\d+) \| .+ \|$", README, re.MULTILINE)
     assert rows == [(title(path), path.name, minutes(path)) for path in lessons.NOTEBOOKS]
 
@@ -37,7 +37,7 @@ def test_checks_and_wrong_answers_have_a_file_for_each_lesson():
 
 
 @pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
-def test_no_lesson_keeps_text_of_the_template(path):
+def test_no_lesson_keeps_template_text(path):
     number = lessons.number(path)
     places = {f"{path.name}: {cell.id}": cell.source for cell in lessons.cells(path)}
     for file in lessons.ROOT.glob(f"*/**/lesson_{number}.py"):

@@ -1,4 +1,4 @@
-"""A prediction is worth as much as its secret: guess first, outcome next, the assert after that."""
+"""A prediction must not be given away: first the guess, then the outcome, then the assertion."""
 
 import re
 
@@ -11,7 +11,7 @@ each_lesson = pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.st
 
 
 def places(path, pattern):
-    """Guess id → index of the cell in which the pattern, with the id as its group, stands."""
+    """Guess id → index of the cell that contains the pattern, with the id as its group."""
     found = {}
     for index, cell in enumerate(lessons.cells(path)):
         for name in re.findall(pattern, cell.source) if cell.is_code else ():
@@ -39,7 +39,7 @@ def test_every_prediction_calls_guess(path):
 
 
 @each_lesson
-def test_every_prediction_meets_its_outcome_before_anything_is_asserted(path):
+def test_every_prediction_is_compared_before_anything_is_asserted(path):
     cells = lessons.cells(path)
     taken = places(path, r'\bguess\("(\d+[a-z])"')
     met = places(path, r"\bguess_(\d+[a-z])\.compare\(")

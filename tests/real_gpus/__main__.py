@@ -1,7 +1,6 @@
-"""``make test-gpu``: what only a machine with NVIDIA GPUs can show. Without one, says what is missing.
+"""``make test-gpu``: what only a machine with NVIDIA GPUs can show. Without one, it says what's missing.
 
-Exits with 0 where all went well, 1 where something failed or differed, and 2 where nothing could be
-tried.
+Exits with 0 on success, 1 if something failed or differed, and 2 if nothing could be run.
 """
 
 import datetime
@@ -25,7 +24,7 @@ HEADING = "## Measured\n\n"
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine has for real GPUs."""
+    """What this machine offers for tests on real GPUs."""
 
     gpus: Sequence[str]
     torch: str
@@ -39,7 +38,7 @@ class Machine:
         return cls(names, torch.__version__, torch.version.cuda, dist.is_nccl_available())
 
     def missing(self) -> list[str]:
-        """A sentence for each thing that keeps some part from being tried."""
+        """A sentence for each thing that prevents some part from being run."""
         if self.cuda is None:
             return [
                 f"PyTorch {self.torch} is a build without CUDA: make clean, then make venv CUDA=1"
@@ -56,7 +55,7 @@ class Machine:
 
 
 def describe(machine: Machine) -> str:
-    """The three steps, each with what it takes and the command that does it alone."""
+    """The three steps, each with what it needs and the command that runs only it."""
     wants = ", ".join(f"{number}: {count}" for number, count in gpus_of_lessons().items())
     return f"""\
 make test-gpu does three things with real GPUs:
@@ -71,7 +70,7 @@ make test-gpu does three things with real GPUs:
 
 
 def gpus_of_lessons() -> dict[str, int]:
-    """The number of each lesson that asks for GPUs, and the most that it asks for."""
+    """Each lesson that asks for GPUs, by number, and how many it asks for at most."""
     found = {}
     for path in lessons.NOTEBOOKS:
         text = "\n".join(cell.source for cell in lessons.cells(path) if cell.is_code)
@@ -88,7 +87,7 @@ def with_result(text: str, section: str) -> str:
 
 
 def compare(machine: Machine) -> bool:
-    """Step 1; whether nothing differed."""
+    """Step 1; returns whether nothing differed."""
     preset = comparison.preset_for(machine.gpus[0])
     real = comparison.observe()
     virtual = comparison.observe(*comparison.virtual_command(len(machine.gpus), preset))
@@ -99,7 +98,7 @@ def compare(machine: Machine) -> bool:
 
 
 def run(*arguments: str) -> bool:
-    """Steps 2 and 3: whether pytest passed."""
+    """Steps 2 and 3; returns whether pytest passed."""
     command = [sys.executable, "-m", "pytest", *arguments]
     environment = {**os.environ, "REAL_GPUS": "1"}
     return subprocess.run(command, cwd=lessons.ROOT, env=environment).returncode == 0

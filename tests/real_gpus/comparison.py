@@ -1,4 +1,4 @@
-"""What real and virtual GPUs did, side by side: where they differ, and a page of Markdown."""
+"""Compares what real and virtual GPUs did, and writes a Markdown page about it."""
 
 import json
 import os
@@ -13,14 +13,14 @@ from teaching.lessons import ROOT
 from vgpu.units import format_bytes, format_seconds
 
 OBSERVED = Path(__file__).with_name("observed.py")
-# Workspaces of CUDA's libraries are allocated beside the tensors, and are not the model's.
+# The workspaces of CUDA's libraries are allocated in addition to the model's tensors.
 WITHOUT_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 CLEARLY = 2
 """Two times are compared where, in virtual time, one is at least so many times the other."""
 
 
 def observe(*command: str) -> dict:
-    """What ``observed.py`` finds, run by ``command``; RuntimeError with its errors if it fails."""
+    """What ``observed.py`` observes, run by ``command``; raises RuntimeError with its stderr if it fails."""
     done = subprocess.run(
         [sys.executable, *command, str(OBSERVED)],
         cwd=ROOT,
@@ -34,19 +34,19 @@ def observe(*command: str) -> dict:
 
 
 def virtual_command(count: int, gpu: str) -> list[str]:
-    """The same lines on virtual GPUs, by the option that the README names."""
+    """The same program on virtual GPUs, with the option that the README describes."""
     return ["-m", "vgpu", "--cuda-is-vgpu", "--count", str(count), "--gpu", gpu]
 
 
 def preset_for(name: str) -> str:
-    """The virtual GPU to hold a real one's times against; H100 where there is none of its name."""
+    """The virtual GPU to compare a real one's times with; H100 if none has its name."""
     return next((preset for preset in vgpu.PRESETS if preset in name), "H100")
 
 
 def in_cuda_s_words(message: str) -> str:
     """An error's first line with CUDA's names, up to the numbers of one machine's memory.
 
-    What CUDA adds in further lines is advice that depends on how PyTorch was built.
+    The further lines that CUDA adds are advice that depends on how PyTorch was built.
     """
     for ours, theirs in (("vgpu", "cuda"), ("VGPU", "CUDA"), ("vccl", "nccl")):
         message = message.replace(ours, theirs)
@@ -87,7 +87,7 @@ def _in_both(real: dict, virtual: dict, part: str) -> list[str]:
 
 
 def _clear_pairs(real: dict, virtual: dict) -> list[tuple[str, str]]:
-    """Names of the longer and the shorter, where virtual time leaves no doubt which is which."""
+    """The names of the longer and the shorter, if virtual time leaves no doubt which is which."""
     times, pairs = virtual["times"], []
     for pair in combinations(_in_both(real, virtual, "times"), 2):
         longer, shorter = sorted(pair, key=times.__getitem__, reverse=True)

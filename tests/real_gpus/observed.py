@@ -1,7 +1,7 @@
-"""What a GPU does, as one JSON object: errors, peak bytes and times. Written for CUDA.
+"""Prints what a GPU does as one JSON object: errors, peak bytes and times. Written for CUDA.
 
-``python observed.py`` asks real GPUs; ``python -m vgpu --cuda-is-vgpu observed.py`` runs
-these very lines on virtual ones. What needs more GPUs than there are is left out.
+``python observed.py`` observes real GPUs; ``python -m vgpu --cuda-is-vgpu observed.py`` runs the
+same lines on virtual ones. What needs more GPUs than there are is left out.
 """
 
 import json
@@ -55,7 +55,7 @@ ERRORS = {
 
 
 def errors():
-    """Name → kind and message of what was raised; "nothing was raised" where nothing was."""
+    """Name → type and message of what was raised; "nothing was raised" if nothing was."""
     found = {}
     for name, (gpus, wrong) in ERRORS.items():
         if gpus <= torch.cuda.device_count():
@@ -115,7 +115,7 @@ def _peak(gpus, make_model, make_input, kind):
 
 
 def work():
-    """Name → a function of no arguments that gives GPU 0 something to do."""
+    """Name → a function without arguments that gives GPU 0 something to do."""
     square = {n: torch.ones(n, n, device="cuda:0") for n in (256, 1024, 2048)}
     half = {n: x.bfloat16() for n, x in square.items()}
     vector = {size: torch.ones(size // 4, device="cuda:0") for size in (64 * KIB, 64 * MIB)}
@@ -139,8 +139,8 @@ def work():
 
 
 def times():
-    """Name → seconds between two events; on real GPUs the median of 20, after 3 not counted."""
-    # Events stand in virtual time while something is recorded, which is the same each time.
+    """Name → seconds between two events; on real GPUs, the median of 20, after 3 warm-ups."""
+    # In a recording, events are in virtual time, which is the same every time.
     virtual = vgpu.is_enabled()
     uncounted, counted = (0, 1) if virtual else (3, 20)
     with torch.no_grad(), vgpu.record() if virtual else nullcontext():

@@ -1,4 +1,4 @@
-"""make test-gpu where there is no GPU: what it would do, what is missing, and its exit status."""
+"""make test-gpu without a GPU: what it would do, what's missing, and its exit status."""
 
 import pytest
 from real_gpus import __main__ as command
@@ -10,7 +10,7 @@ def machine(*gpus, cuda="13.2", nccl=True):
     return command.Machine(gpus, "2.15.0", cuda, nccl)
 
 
-def test_without_a_gpu_it_says_what_it_would_do(monkeypatch, capsys):
+def test_without_a_gpu_the_command_says_what_it_would_do(monkeypatch, capsys):
     monkeypatch.setattr(command.Machine, "here", machine)
     assert command.main() == 2
     said = capsys.readouterr().out
@@ -30,11 +30,11 @@ def test_the_command_says_what_is_missing(found, sentence):
     assert any(sentence in each for each in found.missing())
 
 
-def test_with_four_nothing_is_missing():
+def test_with_four_gpus_nothing_is_missing():
     assert machine("H100", "H100", "H100", "H100").missing() == []
 
 
-def test_commands_that_it_names_are_there():
+def test_the_commands_that_it_names_exist():
     said = command.describe(machine())
     assert "00: 8" in said and "11: 1" in said
     for name in ("tests/real_gpus/observed.py", "tests/real_gpus", "notebooks"):
@@ -42,7 +42,7 @@ def test_commands_that_it_names_are_there():
     assert "$(BIN)/python -m real_gpus" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
-def test_each_step_counts(monkeypatch, capsys):
+def test_the_failure_of_any_step_counts(monkeypatch, capsys):
     monkeypatch.setattr(command.Machine, "here", lambda: machine("H100"))
     for compared, passed, status in ((True, True, 0), (False, True, 1), (True, False, 1)):
         monkeypatch.setattr(command, "compare", lambda machine, well=compared: well)
@@ -61,7 +61,7 @@ def seen(*gpus, seconds=(1e-3, 1e-5)):
 
 
 @pytest.mark.parametrize(("seconds", "well"), [((2e-3, 1e-3), True), ((1e-3, 2e-3), False)])
-def test_a_comparison_is_kept_whatever_came_out(monkeypatch, tmp_path, seconds, well):
+def test_a_comparison_is_recorded_whatever_its_result(monkeypatch, tmp_path, seconds, well):
     asked = []
 
     def observe(*words):
@@ -79,7 +79,7 @@ def test_a_comparison_is_kept_whatever_came_out(monkeypatch, tmp_path, seconds, 
     assert ("No differences." in kept) == well and ("real the reverse" in kept) != well
 
 
-def test_pytest_s_verdict_counts_and_it_is_told_that_real_gpus_are_wanted(tmp_path):
+def test_pytests_verdict_counts_and_it_is_asked_for_real_gpus(tmp_path):
     asks = "import os\ndef test(): assert os.environ['REAL_GPUS'] == '1' and {}\n"
     for verdict in (True, False):
         path = tmp_path / f"test_{verdict}.py"

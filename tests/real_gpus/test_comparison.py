@@ -1,4 +1,4 @@
-"""What is compared between real and virtual GPUs, tried here between virtual ones."""
+"""The comparison of real and virtual GPUs, tested here between virtual ones."""
 
 import copy
 import functools
@@ -15,7 +15,7 @@ def observed(gpu="H100"):
 
 @pytest.fixture
 def pair():
-    """The same observation twice, to be changed by a test."""
+    """Two copies of an observation, for tests to change."""
     return copy.deepcopy(observed()), copy.deepcopy(observed())
 
 
@@ -30,20 +30,20 @@ def test_a_gpu_agrees_with_itself(pair):
     assert len(comparison._clear_pairs(real, virtual)) > 30
 
 
-def test_words_that_differ_are_reported(pair):
+def test_different_messages_are_reported(pair):
     real, virtual = pair
     real["errors"]["to numpy"] = "TypeError: no"
     (found,) = comparison.differences(real, virtual)
     assert found.startswith("error of 'to numpy': real 'TypeError: no', virtual \"TypeError: can't")
 
 
-def test_an_error_that_is_not_raised_is_reported(pair):
+def test_a_missing_error_is_reported(pair):
     real, virtual = pair
     real["errors"]["matmul, CPU"] = "nothing was raised"
     assert "real 'nothing was raised'" in comparison.differences(real, virtual)[0]
 
 
-def test_a_byte_more_is_reported(pair):
+def test_a_single_extra_byte_is_reported(pair):
     real, virtual = pair
     real["peaks"]["MLP, DataParallel"][1] += 512
     (found,) = comparison.differences(real, virtual)
@@ -60,7 +60,7 @@ def test_times_in_another_order_are_reported(pair):
     )
 
 
-def test_times_that_are_near_may_change_places(pair):
+def test_similar_times_may_swap_places(pair):
     real, virtual = pair
     by_time = sorted(virtual["times"], key=virtual["times"].get)
     times = virtual["times"]
@@ -70,7 +70,7 @@ def test_times_that_are_near_may_change_places(pair):
     assert near and comparison.differences(real, virtual) == []
 
 
-def test_what_one_side_lacks_is_reported(pair):
+def test_observations_missing_on_one_side_are_reported(pair):
     real, virtual = pair
     del virtual["times"]["convolution of 256 images"]
     (found,) = comparison.differences(real, virtual)
@@ -88,7 +88,7 @@ def test_what_one_side_lacks_is_reported(pair):
         ),
     ],
 )
-def test_words_are_compared_without_what_one_machine_adds(message, expected):
+def test_messages_are_compared_without_machine_specific_parts(message, expected):
     assert comparison.in_cuda_s_words(message) == expected
 
 

@@ -1,7 +1,7 @@
-"""Ranks with a real GPU each, over NCCL. The same tests run here on virtual GPUs, over vccl.
+"""Ranks with one real GPU each, over NCCL. The same tests also run on virtual GPUs, over vccl.
 
-``make test-gpu`` sets REAL_GPUS; without it the real half is skipped, so that ``make test`` says the
-same on every machine.
+``make test-gpu`` sets REAL_GPUS; without it, the real half is skipped, so that ``make test`` gives
+the same results on every machine.
 """
 
 import os
@@ -20,7 +20,7 @@ ASKED = os.environ.get("REAL_GPUS") == "1"
 
 
 def on(kind, ranks):
-    """A parameter; the real ones are skipped where nobody asked for them, or there are too few."""
+    """A parameter; real GPUs are skipped unless they were asked for, or if there are too few."""
     lacking = kind == "real" and not (ASKED and torch.cuda.device_count() >= ranks)
     skip = pytest.mark.skipif(lacking, reason=f"make test-gpu, on {ranks} real GPUs or more")
     return pytest.param(kind, ranks, marks=skip, id=f"{kind}-{ranks}")
@@ -51,7 +51,7 @@ def meets(rank, world_size):
 @pytest.mark.parametrize(
     ("kind", "ranks"), [on("virtual", 2), on("real", 1), on("real", 2), on("real", 4)]
 )
-def test_collectives_of_ranks_on_their_own_gpus(monkeypatch, kind, ranks):
+def test_collectives_match_the_cpu_on_ranks_with_their_own_gpus(monkeypatch, kind, ranks):
     backend = {"real": "cuda:nccl", "virtual": "vgpu:vccl"}[kind]
     results = launched(monkeypatch, kind, ranks, meets)
     each = [float(rank + 1) for rank in range(ranks)]
@@ -65,7 +65,7 @@ def test_collectives_of_ranks_on_their_own_gpus(monkeypatch, kind, ranks):
         assert exchanged == [10.0 * other + rank for other in range(ranks)]
 
 
-# What needs no more than two ranks, then all that virtual GPUs are compared on.
+# First what needs at most two ranks, then everything that virtual GPUs are compared on.
 FEW = [data.ddp, sharded.fsdp, sharded.fsdp_without_resharding]
 
 
@@ -80,7 +80,7 @@ FEW = [data.ddp, sharded.fsdp, sharded.fsdp_without_resharding]
         ]
     ],
 )
-def test_a_training_is_that_of_ranks_on_the_cpu(monkeypatch, kind, ranks, group):
+def test_training_matches_ranks_on_the_cpu(monkeypatch, kind, ranks, group):
     ways = FEW if group == "few" else strategies.WAYS[group]
     ranks = launched(monkeypatch, kind, ranks, strategies.both, ways)
     assert ranks[0].keys() == {way.__name__ for way in ways}

@@ -1,4 +1,4 @@
-"""Code as a notebook's cell defines it: in ``__main__``, with its source in linecache only."""
+"""Code as a notebook cell defines it: in ``__main__``, with its source only in linecache."""
 
 import itertools
 import linecache
@@ -18,7 +18,7 @@ from vgpu import launch
 
 
 def cell(source, **names):
-    """Run a cell's source; its names as a dictionary. Line 1 is the first line of the source."""
+    """Run a cell's source; returns its names as a dictionary. Line 1 is the source's first line."""
     filename = f"<cell {next(_numbers)}>"
     text = textwrap.dedent(source).strip() + "\n"
     linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
@@ -29,5 +29,5 @@ def cell(source, **names):
 
 
 def run(source, nprocs, *args, **options):
-    """``launch.run`` of the function ``main`` that a cell's source defines."""
+    """``launch.run`` for the function ``main`` that a cell's source defines."""
     return launch.run(cell(source)["main"], nprocs, *args, **options)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import programs
 import pytest
 
-TIME_S = 800  # for what takes seconds; a busy machine is slow to import torch
+TIME_S = 800  # for what takes seconds; a busy machine imports torch slowly
 
 
 @dataclass
 class Host:
-    """One host: its address, the network interface that has it, and how to run something there."""
+    """One host: its address, the network interface with that address, and how to run something there."""
 
     address: str
     interface: str
@@ -24,11 +24,11 @@ class Host:
 
     @property
     def prefix(self):
-        """What runs a command on it."""
+        """The prefix that runs a command on it."""
         return ["ip", "netns", "exec", self.network] if self.network else []
 
     def start(self, arguments, said, **environment):
-        """An agent of torchrun on this host; what it and its ranks say is added to a file."""
+        """A torchrun agent on this host; its output and its ranks' is appended to a file."""
         environment = {"GLOO_SOCKET_IFNAME": self.interface, **environment}
         environment["CUDA_VISIBLE_DEVICES"] = ""  # both hosts would take GPU 0
         return programs.start(
@@ -37,7 +37,7 @@ class Host:
 
 
 def status_of(agent):
-    """Its exit status, once it has ended; None if it takes too long."""
+    """Its exit status, once it has exited; None if it takes too long."""
     try:
         return agent.wait(TIME_S)
     except subprocess.TimeoutExpired:
@@ -53,7 +53,7 @@ def two_agents():
 
 @contextmanager
 def two_namespaces():
-    """Two hosts with a network of their own each, and one cable between them."""
+    """Two hosts, each with its own network, and a cable between them."""
     if sys.platform != "linux":
         pytest.skip("two hosts are made from network namespaces, which only Linux has")
     if os.geteuid() != 0:
@@ -76,14 +76,14 @@ def two_namespaces():
             hosts.append(Host(address, end, name))
         yield hosts
     finally:
-        # The cable goes with them.
+        # The cable disappears with them.
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
 @contextmanager
 def two_namespaces_if_possible():
-    """Two agents where this machine refuses namespaces."""
+    """Two agents if this machine doesn't allow namespaces."""
     with ExitStack() as stack:
         try:
             hosts = stack.enter_context(two_namespaces())
@@ -99,7 +99,7 @@ def ip(*arguments):
 
 
 def stop(agent):
-    """End an agent, which ends its ranks; nothing happens to one that has ended."""
+    """End an agent, which ends its ranks; does nothing if it has exited."""
     if agent.poll() is None:
         agent.terminate()
         try:

@@ -1,4 +1,4 @@
-"""The two packages: the order of imports, and the imports that there are."""
+"""The two packages: the order of imports, and the actual imports."""
 
 import ast
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ from teaching.lessons import ROOT
 
 PACKAGES = (ROOT / "vgpu", ROOT / "helpers")
 
-# The order of the design, leaves first. Inside a folder that has no rows of its own, Python itself
-# fails on a cycle at import.
+# The designed order, leaves first. Within a folder without rows of its own, Python itself fails on
+# import cycles.
 ORDER = [
     "vgpu.torch_releases",
     "vgpu.units",
@@ -56,7 +56,7 @@ ORDER = [
 
 
 def row(module: str) -> int | None:
-    """The row of the longest name in ORDER that the module stands under; None where none does."""
+    """The row of the longest prefix of the module's name in ORDER; None if there's none."""
     parts = module.split(".")
     for end in range(len(parts), 0, -1):
         name = ".".join(parts[:end])
@@ -66,7 +66,7 @@ def row(module: str) -> int | None:
 
 
 def modules() -> Iterator[tuple[str, Path]]:
-    """Every module of the package but the package itself: its full name and its file."""
+    """Every module of the package except the package itself: its full name and its file."""
     for path in sorted(path for package in PACKAGES for path in package.rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         if name != "helpers":
@@ -74,7 +74,7 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Modules of ours that a file imports, as full names."""
+    """Our modules that a file imports, as full names."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -13,11 +13,11 @@ _COMPREHENSIONS = ("listcomp", "setcomp", "dictcomp", "genexpr")
 
 
 def needed(cells: Sequence[Cell], also: Sequence[str] = ()) -> list[Cell]:
-    """The code cells that the last one needs, in order, itself included.
+    """The code cells that the last one needs, in order, including itself.
 
-    They are the last to bind a name that is used, and those that change its value afterwards by an
-    assignment or a method call, and so on for each cell found. ``also`` names cells by id that are
-    needed for another reason.
+    For each name used, that's the last cell that binds it, and those that change its value
+    afterwards by an assignment or a method call; the same goes for each cell found. ``also`` has
+    the ids of cells that are needed for other reasons.
     """
     code = [cell for cell in cells if cell.is_code]
     facts = [_names(cell.source) for cell in code]
@@ -27,7 +27,7 @@ def needed(cells: Sequence[Cell], also: Sequence[str] = ()) -> list[Cell]:
     while to_do:
         index = to_do.pop()
         uses = [(name, index) for name in facts[index].used]
-        # What a function uses is looked up when it is called, at the latest in the last cell.
+        # Names in a function are looked up when it's called, at the latest in the last cell.
         own = facts[index].bound if index == len(code) - 1 else set()
         uses += [(name, len(code) - 1) for name in facts[index].used_later - own]
         for name, end in uses:
@@ -43,9 +43,9 @@ def needed(cells: Sequence[Cell], also: Sequence[str] = ()) -> list[Cell]:
 
 @dataclass(frozen=True)
 class _Names:
-    """The names that a cell binds, imports, uses, uses inside functions, and changes the value of.
+    """The names that a cell binds, imports, uses, uses inside functions, and whose value it changes.
 
-    A name that the cell itself binds first is not used from elsewhere.
+    A name that the cell itself binds first isn't used from elsewhere.
     """
 
     bound: set[str]
@@ -69,16 +69,16 @@ def _names(source: str) -> _Names:
         names.bound.update(s.get_name() for s in symbols if s.is_assigned() or s.is_imported())
         names.imported.update(s.get_name() for s in symbols if s.is_imported())
         names.changed.update(_root(node) for node in _changes(statement))
-    # A name that a function uses may be there already when the cell calls it.
+    # A name used in a function may already be bound when the cell calls it.
     names.used.update(names.used_later - names.bound)
     return names
 
 
 def _used_inside(top: symtable.SymbolTable) -> tuple[set[str], set[str]]:
-    """The global names that comprehensions use, which run at once, and those that functions use."""
+    """The global names used by comprehensions, which run immediately, and those used by functions."""
     at_once, later = set(), set()
     tables = [(table, False) for table in top.get_children()]
-    for table, in_function in tables:  # grows as it goes
+    for table, in_function in tables:  # grows during the loop
         in_function = in_function or table.get_name() not in _COMPREHENSIONS
         found = later if in_function else at_once
         found.update(s.get_name() for s in table.get_symbols() if s.is_global())
@@ -87,9 +87,9 @@ def _used_inside(top: symtable.SymbolTable) -> tuple[set[str], set[str]]:
 
 
 def _steps(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements in the order in which they run; blocks are taken apart.
+    """The statements in the order in which they run, with blocks flattened.
 
-    So a name that a loop's body binds before it uses it is not used from elsewhere.
+    So a name that a loop's body binds before using it isn't used from elsewhere.
     """
     for statement in statements:
         match statement:
@@ -115,7 +115,7 @@ def _binds(target: ast.expr) -> ast.stmt:
 
 
 def _changes(tree: ast.AST) -> Iterator[ast.AST]:
-    """What is stored into, or called as a statement, outside functions and classes."""
+    """What's assigned to, or called as a statement, outside of functions and classes."""
     if isinstance(tree, ast.FunctionDef | ast.ClassDef | ast.Lambda):
         return
     if isinstance(tree, ast.Attribute | ast.Subscript) and isinstance(tree.ctx, ast.Store):
@@ -127,7 +127,7 @@ def _changes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _root(node: ast.AST) -> str:
-    """The name that an expression such as ``a.b[0].c`` begins with; "" for another expression."""
+    """The name that an expression such as ``a.b[0].c`` starts with; "" for other expressions."""
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""

@@ -1,4 +1,4 @@
-"""The Python of a page in Markdown, run from top to bottom, and what the page says it prints.
+"""Runs the Python of a Markdown page from top to bottom, and compares its output with the page.
 
 python tests/support/pages.py docs/vgpu.md
 """
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# ```python ... ``` and, where one follows, ```text ... ```
+# ```python ... ``` and, if one follows, ```text ... ```
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
 
 def run(path: Path, python: Sequence[str] = (sys.executable,), **where: Any) -> str:
-    """Run a page in a process of its own; returns what is wrong with it, or an empty string.
+    """Run a page in a separate process; returns what's wrong with it, or an empty string.
 
-    ``python`` is the command, ``where`` goes to ``subprocess.run``: its folder, its environment.
+    ``python`` is the command, ``where`` is passed to ``subprocess.run``: folder and environment.
     """
     command = [*python, __file__, path]
     done = subprocess.run(command, text=True, capture_output=True, **where)
@@ -34,7 +34,7 @@ def _run_here(path: str) -> None:
         line = text[: found.start()].count("\n") + 1
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            # Lines above it, so that a traceback names the page's own.
+            # Empty lines above it, so that tracebacks have the page's line numbers.
             exec(compile("\n" * line + code, path, "exec"), names)
         if printed.getvalue() != expected:
             sys.exit(

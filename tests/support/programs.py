@@ -1,4 +1,4 @@
-"""Programs as a user starts them: a script or a module, in a new Python."""
+"""Programs as a user starts them: a script or a module, in a new Python process."""
 
 import os
 import subprocess
@@ -9,9 +9,8 @@ from teaching.lessons import ROOT
 
 
 def command(program, *arguments, network=None):
-    """The command for a module's name or a script's path, as a list of texts.
-
-    network: the name of the network namespace that it is to run in.
+    """The command for a module's name or a script's path, as a list of strings. network: the name
+    of the network namespace in which to run it.
     """
     inside = ["ip", "netns", "exec", network] if network else []
     program = ["-m", program] if isinstance(program, str) else [program]
@@ -24,7 +23,7 @@ def environment(**names):
 
 
 def run(program, *arguments, cwd=None, **names):
-    """Run it to its end; ``names`` are environment variables. The output and errors are text."""
+    """Run it to completion; ``names`` are environment variables. Output and errors are text."""
     return subprocess.run(
         command(program, *arguments), cwd=cwd, env=environment(**names), text=True,
         capture_output=True,
@@ -32,7 +31,7 @@ def run(program, *arguments, cwd=None, **names):
 
 
 def start(program, *arguments, output: Path, cwd=None, network=None, **names):
-    """Start it; what it prints is appended to a file."""
+    """Start it; its output is appended to a file."""
     with open(output, "ab") as file:
         return subprocess.Popen(
             command(program, *arguments, network=network), cwd=cwd, env=environment(**names),

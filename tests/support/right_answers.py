@@ -1,4 +1,4 @@
-"""Answers that are right in another way than the folded solution: a check may not refuse them."""
+"""Right answers that differ from the folded solution: a check must not refuse them."""
 
 _NET = """
 class Net(nn.Module):
@@ -40,7 +40,7 @@ def loss_today(weight, images, labels):
 """,
     ],
     "4.3": [
-        # What cuDNN makes of float32 on an A100: an LSTM reads ten bits of each mantissa there.
+        # What cuDNN does with float32 on an A100: an LSTM reads ten bits of each mantissa.
         """
 class InTF32(nn.Module):
     def __init__(self, lstm):
@@ -71,7 +71,7 @@ def load_any(model, state):
 """,
     ],
     "8.2": [
-        # Without a tensor of the outputs' size; labels that are as large; a loss for each sample.
+        # Without a tensor of the outputs' size; with labels of that size; with a loss per sample.
         """
 def two_losses(main, auxiliary, labels):
     def loss(output):

@@ -1,4 +1,4 @@
-"""What a sandbox may lack: tests that cannot do without it are skipped there, and say why."""
+"""What a sandbox may lack: tests that need it are skipped there, and say why."""
 
 import multiprocessing
 
@@ -14,9 +14,8 @@ ENOUGH_HANDLES = 512
 
 
 def without_file_handles() -> str:
-    """Why processes cannot be started in number here, or "" if they can.
-
-    Raises the soft limit first, as far as it may go.
+    """Why many processes can't be started here, or "" if they can. First raises the soft limit as
+    far as allowed.
     """
     if resource is None:
         return ""
@@ -30,7 +29,7 @@ def without_file_handles() -> str:
 
 
 def without_shared_memory() -> str:
-    """Why processes cannot share memory on this machine, or "" if they can."""
+    """Why processes can't share memory on this machine, or "" if they can."""
     try:
         multiprocessing.Lock()
     except OSError as error:

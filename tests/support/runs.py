@@ -1,7 +1,7 @@
-"""Runs of lessons' cells, each in a process of its own.
+"""Runs of lessons' cells, each in a separate process.
 
-The processes come from the forkserver that ``launch.run`` uses, which has imported torch. A run
-cannot change anything for another one.
+The processes are forked from ``launch.run``'s forkserver, which has imported torch. A run can't
+affect another one.
 """
 
 import multiprocessing
@@ -15,7 +15,7 @@ from teaching.lessons import Cell
 from vgpu.launch import forkserver
 from vgpu.launch.rank import as_if_fresh
 
-# The ids and the sources of cells.
+# Cell ids and sources.
 Run = tuple[tuple[str, str], ...]
 PATCH = """
 import unittest.mock
@@ -24,9 +24,9 @@ def patch(target, new): unittest.mock.patch(target, new).start()
 
 
 def run_of(cells: Iterable[Cell], before: str = "") -> Run:
-    """These cells in order, with ``before`` ahead of the last, where its id is "before".
+    """These cells in order, with ``before`` ahead of the last one, under the id "before".
 
-    It may call ``patch("torch.nn.DataParallel.scatter", new)`` to replace something of a module.
+    It may call ``patch("torch.nn.DataParallel.scatter", new)`` to replace something in a module.
     """
     steps = [(cell.id, cell.source) for cell in cells]
     return (*steps[:-1], *([("before", PATCH + before)] if before else []), steps[-1])
@@ -53,7 +53,7 @@ def outcome(run: Run) -> tuple[str, str]:
 def _run(run: Run, folder: Path, sending) -> None:
     from teaching.cells import Shell
 
-    # A forkserver of its own, for the ranks of a lesson, removes multiprocessing's folder at its end.
+    # Its own forkserver, for a lesson's ranks, removes multiprocessing's folder when it exits.
     multiprocessing.current_process()._config.pop("tempdir", None)
     as_if_fresh()
     os.chdir(lessons.ROOT / "notebooks")

@@ -1,7 +1,7 @@
-"""A cluster whose times are worked out by hand.
+"""A cluster whose times can be computed by hand.
 
-A GPU sends 1 GB/s and needs 1 µs a step inside its host; between hosts, 0.5 GB/s and 10 µs. With
-``EXACT`` costs kernels take no time.
+Inside its host, a GPU sends 1 GB/s and needs 1 µs per step; between hosts, 0.5 GB/s and 10 µs. With
+``EXACT`` costs, kernels take no time.
 """
 
 import vgpu

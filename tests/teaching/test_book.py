@@ -1,4 +1,4 @@
-"""The site's own pages, and the check of its links."""
+"""The site's own pages, and the check for broken links."""
 
 import re
 
@@ -22,7 +22,7 @@ SHELL = "<html><body>{}</body></html>"
         ('<link rel="stylesheet" href="https://example.org/x.css">', "loads https://example.org"),
     ],
 )
-def test_links_that_lead_nowhere_and_loads_from_elsewhere_are_found(tmp_path, body, message):
+def test_broken_links_and_external_resources_are_found(tmp_path, body, message):
     (tmp_path / "a.html").write_text(SHELL.format(body))
     (tmp_path / "b.html").write_text(SHELL.format('<p id="here">'))
     found = list(book.broken_links(tmp_path))
@@ -31,7 +31,7 @@ def test_links_that_lead_nowhere_and_loads_from_elsewhere_are_found(tmp_path, bo
         assert found[0].startswith("a.html: ") and message in found[0]
 
 
-def test_a_lesson_can_be_opened_on_binder_where_the_repository_is_known(monkeypatch):
+def test_a_lesson_can_be_opened_on_binder_if_the_repository_is_known(monkeypatch):
     assert "launch_buttons" not in book.configuration("")["html_theme_options"]
     monkeypatch.setenv("GITHUB_REPOSITORY", "owner/name")
     monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.com")
@@ -53,7 +53,7 @@ def test_the_claims_page_has_a_row_for_each_claim_with_its_section():
             assert f"]({claim.proof.notebook}#" in row
 
 
-def test_a_term_s_first_use_links_to_the_glossary():
+def test_a_terms_first_use_links_to_the_glossary():
     terms = ["rank", "all-reduce", "ring"]
     text = "# A rank\n`rank` and ring-shaped, [a rank](x.md). Ranks of a rank.\n```\nring\n```"
     linked = book.link_first_uses(text, terms)

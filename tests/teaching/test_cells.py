@@ -13,6 +13,6 @@ Shell({"__name__": "__main__"}).run("print('ran')", "cell")
 """
 
 
-def test_the_end_of_a_process_clears_up_no_shells():
+def test_the_end_of_a_process_does_not_clean_up_shells():
     done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True)
     assert done.stdout == "ran\n", done.stderr

@@ -1,4 +1,4 @@
-"""A class is judged side by side, and the command makes a table and a file of the verdicts."""
+"""A class is judged in parallel, and the command writes a table and a file of verdicts."""
 
 import csv
 import signal
@@ -37,8 +37,8 @@ def replica_sizes(batch_size, gpus):
 """
 
 
-def test_lessons_are_judged_side_by_side(tmp_path):
-    # Each answer waits for the other one: one after the other, the first would be too slow.
+def test_lessons_are_judged_in_parallel(tmp_path):
+    # Each answer waits for the other: run one after another, the first would be too slow.
     one, two = str(tmp_path / "one is there"), str(tmp_path / "two is there")
     hand_in(tmp_path / "class", "one", {"4.1": WAITS.format(mine=one, other=two)})
     hand_in(tmp_path / "class", "two", {"4.1": WAITS.format(mine=two, other=one)})
@@ -58,7 +58,7 @@ def test_class_check_runs_as_many_judges_as_cores_and_memory_allow(monkeypatch, 
     assert class_check.at_once(LIMITS) == jobs
 
 
-def test_ctrl_c_leaves_a_whole_table_of_what_was_judged(tmp_path):
+def test_ctrl_c_leaves_a_complete_table_of_what_was_judged(tmp_path):
     begun, results = tmp_path / "begun", tmp_path / "results.csv"
     endless = f"open({str(begun)!r}, 'w').close()\nwhile True: pass"
     right = lessons.solution(LESSON, "4.1")
@@ -70,7 +70,7 @@ def test_ctrl_c_leaves_a_whole_table_of_what_was_judged(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell ignores the signal for what it starts in the background, tests included.
+        # A shell makes background processes, including tests, ignore the signal.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     while not begun.exists():
@@ -95,7 +95,7 @@ def test_ctrl_c_leaves_a_whole_table_of_what_was_judged(tmp_path):
         ("--seconds inf", "expected a number above 0, found 'inf'"),
         ("--gib -1", "argument --gib: expected a number above 0, found '-1'"),
         ("--gib much", "expected a number above 0, found 'much'"),
-        ("--jobs 0", "argument --jobs: expected a whole number from 1, found '0'"),
+        ("--jobs 0", "argument --jobs: expected a whole number of at least 1, found '0'"),
     ],
 )
 def test_class_check_refuses_limits_that_cannot_work(tmp_path, capsys, options, message):

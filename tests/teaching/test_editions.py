@@ -1,4 +1,4 @@
-"""Editions to hand out: one without solutions, one solved, each a whole course."""
+"""Editions to hand out: one without solutions, one solved, each a complete course."""
 
 import json
 import re
@@ -12,14 +12,14 @@ from teaching import editions, lessons
 (LESSON,) = (path for path in lessons.NOTEBOOKS if lessons.number(path) == "04")
 
 
-def test_the_student_edition_holds_no_solution_and_the_solved_one_all():
+def test_the_student_edition_has_no_solutions_and_the_solved_one_has_all():
     for path in lessons.NOTEBOOKS:
         original = json.loads(path.read_text("utf-8"))
         student, solved = (editions.edition(original, kind) for kind in editions.EDITIONS)
         for name in lessons.exercise_ids(path):
             code = lessons.solution(path, name).strip()
             (folded,) = lessons.tagged(path, f"solution-{name}")
-            # Some lessons show after the exercise what was to be written.
+            # Some lessons show the expected code after the exercise.
             shown = [c.id for c in lessons.cells(path) if code in c.source and c.id != folded.id]
             left = [c["id"] for c in student["cells"] if code in "".join(c["source"])]
             assert left == shown, f"{name} is given away"
@@ -32,7 +32,7 @@ def test_the_student_edition_holds_no_solution_and_the_solved_one_all():
 
 
 @pytest.mark.parametrize("target", ["handout", "handout.zip"])
-def test_an_edition_is_a_whole_course_and_overwrites_nothing(tmp_path, target):
+def test_an_edition_is_a_complete_course_and_overwrites_nothing(tmp_path, target):
     count = editions.write("student", tmp_path / target)
     assert count == sum(len(lessons.exercise_ids(path)) for path in lessons.NOTEBOOKS)
     if target.endswith(".zip"):
@@ -60,12 +60,12 @@ def test_an_edition_is_a_whole_course_and_overwrites_nothing(tmp_path, target):
         for page in [*root.glob("*.md"), *root.glob("docs/*.md")]:
             for link in re.findall(r"\]\(([^)\s#]+)[^)]*\)", page.read_text("utf-8")):
                 assert ":" in link or (page.parent / link).exists(), f"{page.name}: {link}"
-    with pytest.raises(FileExistsError, match="exists already"):
+    with pytest.raises(FileExistsError, match="already exists"):
         editions.write("student", tmp_path / target)
 
 
 def _leads_nowhere_else(root, readme):
-    """What the README names is there, and what it says to type works without tests and teaching."""
+    """What the README names exists, and its commands work without tests and teaching."""
     assert "docker build" in readme and "Binder" in readme and "## Teach with it" not in readme
     for wanted in ("Dockerfile", ".devcontainer/devcontainer.json", "binder/postBuild"):
         assert (root / wanted).is_file()

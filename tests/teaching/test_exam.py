@@ -14,7 +14,7 @@ from teaching.exam.__main__ import JUDGED_LATER, main
 from teaching.judge import outcome_of
 
 TASKS = lessons.exercise_ids(lessons.EXAM)
-# Right in another way than the solution: a text of it, and what stands there instead.
+# Right answers that differ from the solution: text in it, and what replaces it.
 OTHERS = {
     "99.7": [("return max(free_s)", "from numpy import array\n    return array(free_s).max()")],
     "99.8": [("1000, 1500", "460, 12_500")],
@@ -31,8 +31,8 @@ each_task = pytest.mark.parametrize("task", TASKS)
 
 
 @pytest.fixture(autouse=True)
-def without_the_notebook_s_gpus():
-    """Its setup asks for eight, for good; a test gives them back."""
+def without_the_notebooks_gpus():
+    """Its setup enables eight GPUs permanently; a test restores the previous ones."""
     yield
     vgpu.disable()
 
@@ -46,7 +46,7 @@ def test_the_exam_has_thirteen_tasks_of_ten_to_fifteen_minutes():
 
 
 @each_task
-def test_the_stub_alone_is_not_attempted(task):
+def test_the_unchanged_stub_counts_as_not_attempted(task):
     (stub,) = lessons.tagged(lessons.EXAM, f"stub-{task}")
     assert outcome_of(lessons.EXAM, task, stub.source).status == "not attempted"
 
@@ -56,19 +56,19 @@ def test_the_solution_passes_and_shows_what_it_did(task):
     solution = lessons.solution(lessons.EXAM, task)
     others = [solution.replace(*pair) for pair in OTHERS.get(task, ())]
     assert solution not in others
-    for source in [solution] * (3 if ALL else 1) + others:  # the input is drawn anew
+    for source in [solution] * (3 if ALL else 1) + others:  # the input is redrawn
         outcome = outcome_of(lessons.EXAM, task, source)
         assert outcome.status == "right" and outcome.achieved, f"{source}\n{outcome}"
 
 
 @pytest.mark.parametrize("task", ["99.2", "99.4", "99.6"])
-def test_an_answer_without_return_is_told_so_and_shown_no_line_of_the_check(task):
+def test_an_answer_without_return_gets_a_hint_and_no_line_of_the_check(task):
     (stub,) = lessons.tagged(lessons.EXAM, f"stub-{task}")
     outcome = outcome_of(
         lessons.EXAM, task, stub.source.replace("raise NotImplementedError", "...")
     )
     assert outcome.status == "wrong" and "NoneType" in outcome.error
-    assert "of your cell" not in outcome.error and "without a return gives None" in outcome.hint
+    assert "of your cell" not in outcome.error and "without a return returns None" in outcome.hint
 
 
 @each_task
@@ -82,7 +82,7 @@ def test_typical_mistakes_fail_with_their_hint(task):
         assert outcome.given and outcome.hint, f"for which input, and why?\n{outcome}"
 
 
-def test_the_exam_s_tasks_are_not_in_the_course():
+def test_the_exams_tasks_are_not_in_the_course():
     ids = {item.id for item in exercises()}
     assert ids and not ids & {*TASKS}
 
@@ -92,12 +92,12 @@ def sheet(tmp_path, capsys):
     path = tmp_path / "99_exam.ipynb"
     main([str(path)])
     assert "13 tasks" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="exists already"):
+    with pytest.raises(SystemExit, match="already exists"):
         main([str(path)])
     return path
 
 
-def test_the_sheet_gives_nothing_away_and_runs_without_the_teacher_s_tools(sheet):
+def test_the_sheet_gives_nothing_away_and_runs_without_the_teachers_tools(sheet):
     text = sheet.read_text("utf-8")
     assert "teaching" not in text and "Solution" not in text and "check(" not in text
     cells = lessons.cells(sheet)
@@ -111,13 +111,13 @@ def test_the_sheet_gives_nothing_away_and_runs_without_the_teacher_s_tools(sheet
         ast.parse(stub.source)
 
 
-def test_the_student_s_edition_has_no_exam(tmp_path):
+def test_the_student_edition_has_no_exam(tmp_path):
     editions.write("student", tmp_path / "student")
     names = [path.name for path in (tmp_path / "student").rglob("*")]
     assert "99_exam.ipynb" not in names and "exam" not in names
 
 
-def test_a_class_s_sheets_are_judged_like_lessons(sheet, tmp_path):
+def test_exam_sheets_of_a_class_are_judged_like_lessons(sheet, tmp_path):
     notebook = json.loads(sheet.read_text("utf-8"))
     for cell in notebook["cells"]:
         if "stub-99.6" in cell["metadata"].get("tags", ()):

@@ -1,4 +1,4 @@
-"""Explorers on the site's pages: every answer is there, and those compared are what the function gives."""
+"""Explorers on the site's pages: every answer is there, and a sample of them matches the function."""
 
 import html.parser
 from itertools import product
@@ -12,14 +12,14 @@ from teaching import lessons, rendered
 from teaching.pages import explorers
 
 SETUP = "%matplotlib inline\nfrom helpers.widgets.ring import ring_explorer, show_ring"
-# Of a sample, the first and the last of each, and a step past the end.
+# The sample has the first and last value of each control, and a step past the end.
 SAMPLE = [(2, 0), (2, 3), (3, 1), (4, 0), (4, 6)]
 COMPARED = list(product((2, 3, 4), range(7))) if ALL else SAMPLE
 
 
 @pytest.fixture(scope="module")
 def lesson(tmp_path_factory):
-    """The ring's explorer in a lesson, executed; then its function for some of 3 × 7 settings."""
+    """The ring's explorer, executed in a lesson; then its function for some of 3 × 7 settings."""
     calls = [f"show_ring({ranks}, {step})" for ranks, step in COMPARED]
     cells = [nbformat.v4.new_code_cell(source) for source in (SETUP, "ring_explorer()", *calls)]
     folder = tmp_path_factory.mktemp("explorers")
@@ -40,7 +40,7 @@ def _shown(outputs):
     ]
 
 
-def test_the_page_has_an_answer_to_every_combination_and_the_function_s(lesson, found):
+def test_the_page_has_the_functions_answer_for_every_combination(lesson, found):
     labels = [control["label"] for control in found["controls"]]
     assert labels == ["ranks", "step"]
     values = [control["values"] for control in found["controls"]]
@@ -57,8 +57,8 @@ def test_controls_have_labels_and_pictures_are_files_stored_once(lesson, found, 
     page = _Page()
     page.feed(explorers.explorer(found, tmp_path, "a-0"))
     controls = [of for tag, of in page.tags if tag in ("input", "select")]
-    labelled = [of["for"] for tag, of in page.tags if tag == "label"]
-    assert [of["id"] for of in controls] == labelled and len(set(labelled)) == 2
+    labeled = [of["for"] for tag, of in page.tags if tag == "label"]
+    assert [of["id"] for of in controls] == labeled and len(set(labeled)) == 2
     assert [(of["max"], of["value"], of["aria-valuetext"]) for of in controls] == [
         ("2", "2", "4"),
         ("6", "0", "0"),
@@ -70,7 +70,7 @@ def test_controls_have_labels_and_pictures_are_files_stored_once(lesson, found, 
     assert len(named) == 3 + 5 + 7 and len(pictures) == len(named) + 1, "and the first answer"
 
 
-def test_the_explorer_takes_the_place_of_its_first_look(lesson, tmp_path):
+def test_the_explorer_replaces_its_first_picture(lesson, tmp_path):
     cell = nbformat.from_dict(lesson.cells[1])
     _, words = _shown(cell.outputs[:2])
     assert explorers.put_in_page(cell, tmp_path) == 21
@@ -83,7 +83,7 @@ def test_the_explorer_takes_the_place_of_its_first_look(lesson, tmp_path):
     assert explorers.put_in_page(plain, tmp_path) == 0 and plain == lesson.cells[2]
 
 
-def test_a_menu_and_a_single_value_have_their_words(tmp_path):
+def test_menus_and_single_values_are_labeled(tmp_path):
     controls = [
         {"label": "over <a>", "values": ["x & y", "z"], "now": 1, "slider": False},
         {"label": "GPU", "values": ["H100"], "now": 0, "slider": False},

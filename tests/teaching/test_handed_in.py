@@ -1,4 +1,4 @@
-"""Folders as learners leave them: the newest copy, lost tags, cells that are gone, anything else."""
+"""Folders as learners leave them: several copies, lost tags, missing cells, anything else."""
 
 import csv
 import json
@@ -57,7 +57,7 @@ def test_class_check_refuses_a_folder_without_a_class(tmp_path, content):
         class_check.check_class(folder, LIMITS)
 
 
-def test_every_learner_is_in_the_table_whatever_a_folder_holds(tmp_path, capsys):
+def test_every_learner_is_in_the_table_whatever_the_folder_contains(tmp_path, capsys):
     folder = tmp_path / "class"
     hand_in(folder, "Ada", {"4.1": SOLUTIONS["4.1"]})
     odd = {}
@@ -73,7 +73,7 @@ def test_every_learner_is_in_the_table_whatever_a_folder_holds(tmp_path, capsys)
     with odd["large"].open("wb") as file:
         file.truncate(10**12)
     odd["bom"].write_bytes(b"\xef\xbb\xbf" + LESSON.read_bytes())
-    # A disk of another system: bytes that are not UTF-8; and a name that would break the table.
+    # Another system's disk: bytes that aren't UTF-8; and a name that would break the table.
     strange = [os.fsencode(folder) + b"/M\xfcller", os.fsencode(folder) + b"/a\nb"]
     for name in strange:
         os.mkdir(name)
@@ -96,7 +96,7 @@ def test_every_learner_is_in_the_table_whatever_a_folder_holds(tmp_path, capsys)
     assert {statuses_of[who] for who in ("bom", r"M\xfcller", r"a\nb")} == {"not attempted"}
 
 
-def test_only_zips_are_reported_as_such(tmp_path):
+def test_folders_with_only_zip_files_are_reported(tmp_path):
     (tmp_path / "class").mkdir()
     (tmp_path / "class" / "ada.zip").write_bytes(b"PK")
     with pytest.raises(ValueError, match=r"no folder with a lesson .*; unpack ada.zip, for one"):

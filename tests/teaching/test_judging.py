@@ -1,4 +1,4 @@
-"""Answers are judged as in a notebook; endless, greedy or hostile, one harms no other learner."""
+"""Answers are judged as in a notebook; endless, greedy or hostile ones don't harm other learners."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ assert text == "\\n8 GPUs\\n! nothing\\n"
 """
 
 
-# Typed as in a notebook; later answers know the names of earlier ones.
+# Typed as in a notebook; later answers can use the names of earlier ones.
 TYPED = {
     "4.1": AS_IN_A_NOTEBOOK + SOLUTIONS["4.1"],
     "4.2": "%%time\nassert left == 2\n" + SOLUTIONS["4.2"],
@@ -40,13 +40,13 @@ TYPED = {
 }
 
 
-def test_answers_after_one_that_ends_the_process_know_the_names_of_earlier_ones(tmp_path):
-    # The process that ends takes the names of 4.1 along: the next one runs 4.1 again.
+def test_answers_after_one_that_ends_the_process_still_have_earlier_names(tmp_path):
+    # When the process ends, the names of 4.1 are lost: the next one reruns 4.1.
     one = hand_in(tmp_path, "one", {**SOLUTIONS, "4.2": "import os; os._exit(3)"})
     notebook = json.loads(one.read_text("utf-8"))
     tags = [cell["metadata"].get("tags", ()) for cell in notebook["cells"]]
     (place,) = (index for index, of in enumerate(tags) if "stub-4.3" in of)
-    # A cell that fails, above one that is right.
+    # A failing cell above a right one.
     trial = {"cell_type": "code", "metadata": {}, "source": "assert replica_sizes(16, 8)\n1 / 0"}
     notebook["cells"].insert(place, trial)
     one.write_text(json.dumps(notebook), "utf-8")
@@ -75,7 +75,7 @@ time.sleep(600)
 """
 
 
-def test_a_limit_of_time_ends_an_answer_and_all_that_it_started_but_not_the_next(tmp_path):
+def test_the_time_limit_ends_an_answer_and_all_that_it_started_but_not_the_next(tmp_path):
     pids = [tmp_path / "one", tmp_path / "two"]
     answers = {
         "4.1": STARTS_A_CHILD.format(pid=str(pids[0])),
@@ -108,7 +108,7 @@ for pid in children:
 """
 
 
-def test_a_limit_of_memory_ends_an_answer_and_counts_shared_pages_once(tmp_path):
+def test_the_memory_limit_ends_an_answer_and_counts_shared_pages_once(tmp_path):
     answers = {"4.2": "kept = bytearray(b'x') * 2**31\nwhile True: pass"}
     if sys.platform == "linux":
         answers["4.1"] = SHARES + SOLUTIONS["4.1"]
@@ -159,7 +159,7 @@ if "bomb" in globals():
 FORMULA = "class E(Exception): __module__ = None\nE.__name__ = '=1+1'\nraise E"
 
 
-def test_hostile_answers_change_no_other_learner_s_verdict(tmp_path, capsys):
+def test_hostile_answers_do_not_change_other_learners_verdicts(tmp_path, capsys):
     hostile = {
         "=forks": {**SOLUTIONS, "4.1": FORKS + SOLUTIONS["4.1"], "4.2": FORMULA},
         "honest": TYPED,
@@ -175,7 +175,7 @@ def test_hostile_answers_change_no_other_learner_s_verdict(tmp_path, capsys):
     shown = capsys.readouterr().out
     rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines()[1:7]}
     assert rows.keys() == hostile.keys()
-    # What "overwrites" and "writes" get is their own affair.
+    # What verdicts "overwrites" and "writes" get doesn't matter.
     assert rows["=forks"] == ["✓", "!", "✓", "2"] and rows["honest"] == ["✓", "✓", "✓", "3"]
     assert rows["waits"] == ["✓", "✓", "·", "2"], "4.2 is right without what 4.1 left"
     assert rows["raises"] == ["!", "!", "!", "0"]

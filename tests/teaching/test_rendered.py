@@ -1,4 +1,4 @@
-"""Lessons for the book and the slides: an explorer shows its first picture where nothing is live."""
+"""Lessons for the book and the slides: without a kernel, an explorer shows its first picture."""
 
 import nbformat
 
@@ -44,7 +44,7 @@ def test_an_explorer_leaves_its_first_picture(tmp_path):
     nbformat.validate(ran)
 
 
-def test_an_explorer_leaves_its_answers_in_the_state_behind_its_cell(tmp_path):
+def test_an_explorer_leaves_its_answers_in_the_state_after_its_cell(tmp_path):
     cells = [nbformat.v4.new_code_cell(source) for source in (ASKED, "factor = 1000")]
     path = tmp_path / "99_explorer.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)

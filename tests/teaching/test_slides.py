@@ -1,4 +1,4 @@
-"""What goes on which slide, decided from a lesson's cells."""
+"""What goes on which slide, determined from a lesson's cells."""
 
 import re
 
@@ -17,7 +17,7 @@ def notebook(*cells):
     return made
 
 
-def test_headings_begin_slides_and_answers_are_left_out():
+def test_headings_start_slides_and_answers_are_left_out():
     made = notebook(
         ("words", "# 04 · A lesson", "opening"),
         ("code", "import torch", "setup"),
@@ -33,19 +33,19 @@ def test_headings_begin_slides_and_answers_are_left_out():
     assert kinds == ["slide", "skip", "slide", "-", "-", "-", "skip", "skip", "skip"]
 
 
-def test_the_cells_after_a_prediction_begin_a_new_slide():
+def test_the_cells_after_a_prediction_start_a_new_slide():
     made = notebook(
         ("words", "## Two GPUs\n\n**Predict:** how many?"), ("code", "2"), ("code", "3")
     )
     assert slides.slide_types(made) == ["slide", "subslide", "-"]
 
 
-def test_a_full_slide_goes_on_below():
+def test_a_full_slide_continues_below():
     made = notebook(("words", "## Part"), *[("code", "x\n" * 20)] * 3)
     assert slides.slide_types(made) == ["slide", "-", "subslide", "subslide"]
 
 
-def test_assertions_wait_for_a_key_of_their_own():
+def test_assertions_wait_for_a_separate_keypress():
     made = notebook(
         ("words", "## Part"),
         ("code", "x = f(2)\nprint(x)\nassert x == 4, (\n    'four'\n)\nprint('done')", "claim-A01"),
@@ -65,7 +65,7 @@ def test_assertions_wait_for_a_key_of_their_own():
     assert slides.slide_types(made) == ["slide", "-", "fragment", "fragment", "-", "-"]
 
 
-def test_prose_behind_an_output_does_not_come_before_it():
+def test_prose_after_an_output_does_not_appear_before_it():
     made = notebook(
         ("words", "## Part"), ("code", "6 * 7"), ("words", "It is 42."), ("code", "later"),
         ("words", "## Next"), ("words", "More."),
@@ -77,12 +77,12 @@ def test_prose_behind_an_output_does_not_come_before_it():
     def key(text):
         return page.find(string=re.compile(text)).find_parent(class_="fragment")
 
-    # One key for the output, one for the prose, which brings along what follows it.
+    # One keypress for the output, one for the prose, together with what follows it.
     assert page.find_all(class_="fragment") == [key("^42$"), key("It is 42")]
     assert key("later") is key("It is 42") and key("6") is None and key("More") is None
 
 
-def test_an_output_waits_for_the_next_key():
+def test_an_output_waits_for_the_next_keypress():
     made = notebook(("words", "## Part"), ("code", "6 * 7"), ("code", "assert 6 * 7 == 42"))
     made.cells[1].outputs = [
         nbformat.v4.new_output("execute_result", data={"text/plain": "the answer"})
@@ -91,7 +91,7 @@ def test_an_output_waits_for_the_next_key():
     text = slides.as_slides(made, "part")
     before, _, after = text.partition('<div class="fragment">')
     assert "6</span>" in before and "the answer" not in before and "the answer" in after
-    # The assertion is one more key, after the output.
+    # The assertion needs one more keypress, after the output.
     assert "assert" not in before and after.index("the answer") < after.index(">assert<")
     assert after.count('class="fragment"') == 1
 
@@ -102,7 +102,7 @@ def test_a_cells_own_slide_type_decides():
     assert slides.slide_types(made) == ["slide", "skip"]
 
 
-def test_a_heading_inside_a_cell_begins_a_cell_with_its_own_metadata():
+def test_a_heading_inside_a_cell_starts_a_cell_with_its_own_metadata():
     made = notebook(("words", "The answer.\n\n## Next\n\nWords.", "figure"), ("code", "x"))
     slides.split_at_headings(made)
     assert [cell.source for cell in made.cells] == ["The answer.\n\n", "## Next\n\nWords.", "x"]
@@ -111,7 +111,7 @@ def test_a_heading_inside_a_cell_begins_a_cell_with_its_own_metadata():
 
 
 @pytest.mark.parametrize("path", lessons.NOTEBOOKS, ids=lambda path: path.stem)
-def test_every_lesson_begins_with_a_slide_and_gives_no_solution_away(path):
+def test_every_lesson_starts_with_a_slide_and_gives_no_solution_away(path):
     made = nbformat.read(path, as_version=4)
     slides.split_at_headings(made)
     kinds = slides.slide_types(made)

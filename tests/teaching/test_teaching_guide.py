@@ -1,4 +1,4 @@
-"""The teaching guide's timetables add up, and what it names is in the lessons."""
+"""The teaching guide's timetables add up, and the sections that it names exist."""
 
 import re
 

@@ -32,7 +32,7 @@ def test_a_timetable_fills_its_time_and_gives_each_core_more_than_it_takes(half,
         assert given >= 1.2 * own, f"{title}: {given} minutes for a core of {own:.0f}"
 
 
-def test_the_workshop_has_the_cores_alone_and_a_page(tmp_path, capsys):
+def test_the_workshop_has_only_the_cores_and_a_page(tmp_path, capsys):
     workshop.main([str(tmp_path / "workshop")])
     assert "your page" in capsys.readouterr().out
     page = (tmp_path / "workshop.md").read_text("utf-8")
@@ -53,5 +53,5 @@ def test_the_workshop_has_the_cores_alone_and_a_page(tmp_path, capsys):
         assert "with *more*" not in prose and len(sections.core(notebook["cells"])) > 20
         for target in re.findall(r"\]\(([\w.]+\.ipynb)\)", prose):
             assert target in made, f"{name} leads to {target}, which was left out"
-    with pytest.raises(SystemExit, match="exists already"):
+    with pytest.raises(SystemExit, match="already exists"):
         workshop.main([str(tmp_path / "workshop")])

@@ -113,7 +113,7 @@ def main():
     print(f"accuracy {accuracy(model, loader, device):.2f}")
     report("after training")
 
-    # 2. A checkpoint, and back from it onto the other GPU and the CPU
+    # 2. Save a checkpoint, and load it onto the other GPU and the CPU
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "checkpoint.pt")
         torch.save(
@@ -142,7 +142,7 @@ def main():
         torch.testing.assert_close(again(x).cpu(), model.module(x.to(device)).cpu())
     print("checkpoint: equal on the other GPU")
 
-    # 3. Model parallel: a step equals the one of the whole model on one GPU
+    # 3. Model parallel: a step equals that of the whole model on one GPU
     whole, split = again, TwoGPUs(copy.deepcopy(again).cpu())
     x, y = torch.randn(4, 3, 32, 32), torch.arange(4)
     F.cross_entropy(whole(x.cuda(1)), y.cuda(1)).backward()

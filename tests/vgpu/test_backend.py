@@ -1,4 +1,4 @@
-"""``disable`` leaves torch as it was, but for what torch allows only once in a process."""
+"""``disable`` leaves torch as it was, except for what torch allows only once per process."""
 
 import ast
 import subprocess
@@ -53,18 +53,18 @@ assert keys() == kernels
 """
 
 PERMANENT = {
-    # torch.utils.rename_privateuse1_backend works once in a process, and names the type here.
+    # torch.utils.rename_privateuse1_backend works once per process, and names the device type here.
     "class DeviceType.VGPU",
     "class DeviceType.name",
     "class ProfilerActivity.VGPU",
     "class ProfilerActivity.name",
     "torch.utils.backend_registration._privateuse1_backend_name",
-    # The name makes torch.accelerator ask torch.vgpu whether it is available; it says no.
+    # The name makes torch.accelerator ask torch.vgpu whether it's available; it says no.
     "torch.vgpu",
 }
 
 
-def test_disable_puts_every_replaced_name_back_but_for_the_device_type_s():
+def test_disable_restores_every_replaced_name_except_the_device_types():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", COMPARE], capture_output=True, text=True
     )
@@ -89,7 +89,7 @@ def test_disabled_virtual_gpus_look_like_a_machine_without_a_gpu():
     torch.utils.data.DataLoader(range(4))
 
 
-def test_the_context_gives_back_what_was_before():
+def test_the_context_restores_the_previous_state():
     with vgpu.enable(2, gpu="A100"):
         with vgpu.enable(5, gpu="K80", memory_bytes=2**20) as inner:
             assert len(inner.devices) == 5
@@ -99,7 +99,7 @@ def test_the_context_gives_back_what_was_before():
     assert not vgpu.is_enabled()
 
 
-def test_the_context_gives_back_what_was_before_even_after_disable():
+def test_the_context_restores_the_previous_state_even_after_disable():
     with vgpu.enable(2, gpu="A100"):
         with vgpu.enable(5) as inner:
             inner.disable()
@@ -112,7 +112,7 @@ def test_the_context_gives_back_what_was_before_even_after_disable():
     assert not vgpu.is_enabled()
 
 
-def test_contexts_one_after_the_other_give_back_what_was_before_both():
+def test_consecutive_contexts_restore_the_state_before_both():
     with vgpu.enable(3, gpu="A100"):
         for _ in range(2):
             with vgpu.enable(1, gpu="K80"):
@@ -138,7 +138,7 @@ def test_tensors_outlive_a_smaller_count():
         ({"count": 1, "memory_bytes": 0}, "memory_bytes must be positive, got 0"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(arguments, words):
+def test_nonsensical_settings_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         vgpu.enable(**arguments)
 

@@ -1,4 +1,4 @@
-"""Which words of a program written for CUDA are read for virtual GPUs, and which are not."""
+"""Which names in a program written for CUDA are read as virtual GPUs', and which aren't."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ from vgpu import cuda_is_vgpu
 
 
 def read(source):
-    """The source as it is read, normalised."""
+    """The source after replacement, normalized."""
     reading = cuda_is_vgpu.Replacements("x.py")
     return ast.unparse(cuda_is_vgpu.Replacer(reading).visit(ast.parse(source))), reading
 
@@ -46,7 +46,7 @@ def read(source):
         ("get_backend() == Backend.NCCL", "get_backend() == Backend.VCCL"),
     ],
 )
-def test_words_of_cuda_are_replaced(source, expected):
+def test_cuda_names_are_replaced(source, expected):
     found, reading = read(source)
     assert found == ast.unparse(ast.parse(expected))
     assert reading.lines and f"line {1 + source.count(chr(10))}" in str(reading)
@@ -71,7 +71,7 @@ def test_words_of_cuda_are_replaced(source, expected):
         "import jax as th\nth.cuda",
     ],
 )
-def test_other_words_are_left_alone(source):
+def test_other_names_are_left_alone(source):
     found, reading = read(source)
     assert found == source and not reading.lines
 
@@ -87,12 +87,14 @@ def test_other_words_are_left_alone(source):
         ("cuda=on", "cuda=on"),
     ],
 )
-def test_words_in_arguments_of_the_command_are_replaced(argument, expected):
+def test_cuda_names_in_command_line_arguments_are_replaced(argument, expected):
     assert cuda_is_vgpu.replace_in_argument(argument) == expected
 
 
-def test_a_method_called_cuda_goes_by_both_names():
-    """Also one that calls its superclass's, of a class made in a function; not a local function."""
+def test_a_method_called_cuda_gets_both_names():
+    """Also one that calls its superclass's, and one in a class defined in a function, but not a
+    local function.
+    """
     source = """
 def make():
     def cuda():
@@ -117,7 +119,7 @@ found = make().cuda().moved, make().cuda.__name__
     assert sorted(reading.lines["cuda"]) == [6, 11, 12, 16]
 
 
-def test_a_file_is_read_where_it_mentions_cuda_and_is_not_torch_s(tmp_path):
+def test_a_file_is_read_if_it_mentions_cuda_and_is_not_torchs(tmp_path):
     finder = cuda_is_vgpu.Finder(read=["numba"], not_read=["mine.kernels"])
     for name, chosen in {
         "accelerate.utils": True, "torch.cuda": False, "torchvision.ops": True, "numba.core": True,
@@ -142,7 +144,7 @@ def test_installed_packages_are_counted_and_own_files_are_listed(monkeypatch):
 
 
 @pytest.mark.virtual_gpus(2, gpu="H100")
-def test_names_that_only_cuda_has_can_be_named_and_refuse_when_used():
+def test_names_that_only_cuda_has_exist_and_raise_when_used():
     assert not hasattr(torch.vgpu, "CUDAGraph")
     cuda_is_vgpu.install()
     try:
@@ -161,7 +163,7 @@ def test_names_that_only_cuda_has_can_be_named_and_refuse_when_used():
             "torch.cuda.graphs.make_graphed_callables": graphs.make_graphed_callables,
         }
         for name, use in uses.items():
-            refused = f"{re.escape(name)} was used, and virtual GPUs have nothing like it"
+            refused = f"{re.escape(name)} was used, but virtual GPUs have nothing like it"
             with pytest.raises(NotImplementedError, match=refused):
                 use()
         assert not isinstance(torch.ones(1, device="vgpu"), torch.vgpu.CUDAGraph)
@@ -176,7 +178,7 @@ def test_names_that_only_cuda_has_can_be_named_and_refuse_when_used():
         assert autocast_mode.autocast is torch.vgpu.amp.autocast
         assert grad_scaler.GradScaler is torch.vgpu.amp.GradScaler
         assert torch.vgpu.streams.Stream is torch.vgpu.Stream
-        if not torch.cuda.is_available():  # as torch.testing gives CUDA tests streams of their own
+        if not torch.cuda.is_available():  # as torch.testing sets CUDA tests' own streams
             other = torch.vgpu.Stream(1)
             torch._C._cuda_setStream(other.stream_id, other.device_index, other.device_type)
             assert torch.vgpu.current_stream(1) == other

@@ -1,4 +1,4 @@
-"""A two-GPU script that knows nothing of this package, after ``s/cuda/vgpu/`` and one import."""
+"""A two-GPU script that knows nothing about this package, after ``s/cuda/vgpu/`` and one import."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""GPUs, links and networks: presets, those from files, and what is refused."""
+"""GPUs, links and networks: presets, those from files, and what's refused."""
 
 import re
 
@@ -22,7 +22,7 @@ def test_a_preset_names_its_datasheet_and_its_tensor_cores_are_no_slower(name):
     assert known == sorted(known)
 
 
-def test_each_gpu_of_eight_mi300x_sends_to_one_other_over_one_of_seven_links():
+def test_an_mi300x_sends_to_another_over_one_of_seven_links():
     link = get_spec("MI300X").link
     assert link.among_bytes_per_s(2) == 64e9 and link.among_bytes_per_s(8) == 448e9
 
@@ -67,6 +67,6 @@ def test_a_file_that_describes_no_gpu_is_refused(tmp_path, text, message):
         get_spec(str(path))
 
 
-def test_a_file_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match=r"nowhere\.toml cannot be read: No such file"):
+def test_a_missing_file_is_named():
+    with pytest.raises(ValueError, match=r"nowhere\.toml can't be read: No such file"):
         get_spec("nowhere.toml")

@@ -1,4 +1,4 @@
-"""Packages that people train with, as installed: where their tensors land, and their numbers.
+"""Training packages, as installed: where their tensors are, and their results.
 
 Each runs a program of tests/foreign, whose last line of output is JSON.
 """

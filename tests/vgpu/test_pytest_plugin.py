@@ -1,4 +1,4 @@
-"""``pytest --vgpus 4``: a project's tests for CUDA, in a pytest of their own."""
+"""``pytest --vgpus 4``: a project's CUDA tests, in a separate pytest."""
 
 import os
 import subprocess
@@ -20,22 +20,22 @@ def total(rank, results):
 
 @unittest.skipIf(not torch.cuda.is_available(), "CUDA not available")
 class TestOnGPUs(unittest.TestCase):
-    def test_is_there(self):
+    def test_cuda_is_available(self):
         assert torch.ones(1).cuda().is_cuda and torch.cuda.device_count() == 3
 
-def test_spawned_processes_have_them():
+def test_spawned_processes_have_the_gpus():
     results = torch.zeros(2).share_memory_()
     multiprocessing.spawn(total, (results,), nprocs=2)
     assert results.tolist() == [3, 3]
 
-def test_other_pythons_have_them():
+def test_other_pythons_have_the_gpus():
     assert "vgpu:2" in subprocess.check_output([sys.executable, "-c", CHILD], text=True)
 
 @pytest.mark.vgpus(6, gpu="H100")
-def test_marked():
+def test_a_marked_test_has_its_own_gpus():
     assert torch.cuda.device_count() == 6 and "H100" in torch.cuda.get_device_name()
 
-def test_explains():
+def test_a_failed_assertion_shows_its_values():
     count = torch.cuda.device_count()
     assert count == 7
 """
@@ -52,7 +52,7 @@ def run(*arguments, cwd, plugin=True):
 @pytest.mark.parametrize(
     ("beside", "passed"), [((), 4), (("-n", "2", "-k", "not processes and not pythons"), 2)]
 )
-def test_a_project_s_tests_for_cuda_run_on_virtual_gpus(beside, passed, tmp_path):
+def test_a_projects_cuda_tests_run_on_virtual_gpus(beside, passed, tmp_path):
     (tmp_path / "test_gpu.py").write_text(TESTS)
     done = run("--vgpus", "3", *beside, cwd=tmp_path)
     assert f"1 failed, {passed} passed" in done.stdout, done.stdout + done.stderr
@@ -60,13 +60,13 @@ def test_a_project_s_tests_for_cuda_run_on_virtual_gpus(beside, passed, tmp_path
     assert "vgpu: ran on 3 x Virtual Tesla V100-SXM2-16GB" in done.stdout
 
 
-def test_tests_that_used_no_gpu_are_told(tmp_path):
+def test_runs_that_used_no_gpu_say_so(tmp_path):
     (tmp_path / "test_cpu.py").write_text("def test_nothing(): pass\n")
     done = run("--vgpus", "2", "--vgpu-model", "H100", cwd=tmp_path)
     assert "1 passed" in done.stdout and "vgpu: no virtual GPU was used" in done.stdout, done.stdout
 
 
-def test_the_plugin_imports_no_torch_where_it_is_not_asked_for(tmp_path):
+def test_the_plugin_does_not_import_torch_unless_it_is_used(tmp_path):
     (tmp_path / "test_x.py").write_text(
         "import sys\ndef test_x(): assert 'torch' not in sys.modules and 'vgpu' not in sys.modules\n"
     )

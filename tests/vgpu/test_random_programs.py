@@ -1,7 +1,6 @@
-"""Some hundred random programs compute the same on virtual GPUs as on the CPU.
-
-``TESTS=all`` tries three hundred; ``cd tests/support; python -m random_programs --seconds 3600`` looks
-for longer.
+"""About a hundred random programs compute the same on virtual GPUs as on the CPU. ``TESTS=all``
+tries three hundred; ``cd tests/support; python -m random_programs --seconds 3600`` searches for
+longer.
 """
 
 import os
@@ -15,8 +14,8 @@ from teaching.lessons import ROOT
 
 
 @pytest.mark.parametrize("first", range(0, 300 if ALL else 150, 150))
-def test_programs_agree_with_the_cpu(first):
-    # In a process of their own: what a program leaves allocated must not meet tests that count bytes.
+def test_random_programs_agree_with_the_cpu(first):
+    # In a separate process: what a program leaves allocated must not affect tests that count bytes.
     options = ["-W", "ignore", "-m", "random_programs", "--seed", str(first), "--programs", "150"]
     done = subprocess.run(
         [sys.executable, *options],

@@ -1,4 +1,4 @@
-"""``python -m vgpu``: what a script sees, and what it is told when it cannot run."""
+"""``python -m vgpu``: what a script sees, and the errors if it can't run."""
 
 import json
 import multiprocessing
@@ -21,7 +21,7 @@ UNUSED = "vgpu: no virtual GPU was used: nothing was put on one\n"
 
 
 def run(*arguments, cwd, typed=""):
-    """The command; its return code, output and errors."""
+    """Run the command; returns its return code, output and errors."""
     command = [sys.executable, "-m", "vgpu", *map(str, arguments)]
     done = subprocess.run(
         command, cwd=cwd, env=ENVIRONMENT, input=typed, text=True, capture_output=True
@@ -68,7 +68,7 @@ print(json.dumps(seen))
 
 
 @pytest.mark.parametrize("name", ["./a folder/my script.py", "no_ending"])
-def test_a_script_sees_what_python_shows_it(name, tmp_path):
+def test_a_script_sees_what_it_sees_under_python(name, tmp_path):
     script = tmp_path / name
     script.parent.mkdir(exist_ok=True)
     script.write_text(PROBE)
@@ -113,8 +113,8 @@ def test_a_script_ends_as_under_python(kinds, options, tmp_path):
 
 
 def test_ctrl_c_ends_a_script_as_under_python(tmp_path):
-    # A shell's background jobs start with Ctrl-C switched off, and so might this test. Of one long
-    # sleep Python would not wake if the signal came just before it.
+    # A shell's background jobs start with Ctrl-C disabled, and so might this test. Python wouldn't
+    # wake from a single long sleep if the signal came just before it.
     (tmp_path / "script.py").write_text(
         "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "print('begun', flush=True)\nfor _ in range(10_000): time.sleep(0.01)\n"
@@ -204,7 +204,7 @@ if __name__ == "__main__":
 METHODS = multiprocessing.get_all_start_methods()
 
 
-# What is spawned is in the next test, too.
+# The next test also covers spawned processes.
 @pytest.mark.parametrize(
     "method", METHODS if ALL else [m for m in METHODS if m != "spawn"] or METHODS
 )
@@ -257,7 +257,7 @@ def test_tests_for_cuda_run_under_pytest(tmp_path):
         ("--memory 0 x.py", "expected at least one byte, found '0'"),
         ("--seed one x.py", "expected a whole number from 0 to 2**63 - 1, found 'one'"),
         (f"--seed {2**63} x.py", "expected a whole number from 0 to 2**63 - 1"),
-        ("--read nosuch -c pass", "there is no package 'nosuch' to read or not to read"),
+        ("--read nosuch -c pass", "there is no package 'nosuch' for --read or --not-read"),
         ("--cound 3 x.py", "unrecognized arguments: --cound"),
         ("--", "name a script to run, a module with -m, or a command with -c"),
         ("-m", "name a script to run, a module with -m, or a command with -c"),
@@ -293,7 +293,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A package that chooses a device, among the installed ones."""
+    """An installed package that chooses a device."""
     folder = tmp_path / "site-packages" / "chooser"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(PACKAGE)
@@ -310,7 +310,9 @@ def package(tmp_path, monkeypatch):
         (("--cuda-is-vgpu", "--not-read", "chooser"), "add --read chooser"),
     ],
 )
-def test_a_run_that_stayed_on_the_cpu_names_who_chose_it(options, advice, package, tmp_path):
+def test_a_run_that_stayed_on_the_cpu_names_the_package_that_chose_it(
+    options, advice, package, tmp_path
+):
     _, out, error = run(*options, "train.py", cwd=tmp_path)
     assert out == "cpu\n"
     assert error == (
@@ -320,7 +322,7 @@ def test_a_run_that_stayed_on_the_cpu_names_who_chose_it(options, advice, packag
 
 
 def test_every_python_that_a_run_starts_has_its_virtual_gpus(package, tmp_path):
-    """As launchers start ranks; the run knows that they used the GPUs, though itself did not."""
+    """Processes as started by launchers; the run knows that they used the GPUs, although it didn't itself."""
     (tmp_path / "launcher.py").write_text(
         "import subprocess, sys\n"
         "for program in (['train.py'], ['-m', 'train'], ['-c', 'import train']):\n"
@@ -353,7 +355,7 @@ def test_a_command_runs_as_python_c_does(tmp_path):
         ("python - a", [], []),
     ],
 )
-def test_a_python_s_own_options_are_told_from_its_program(command, flags, program):
+def test_pythons_own_options_are_distinguished_from_its_program(command, flags, program):
     path = ROOT / "vgpu" / "for_children" / "sitecustomize.py"
     assert runpy.run_path(path)["split"](command.split()) == (flags, program)
 
@@ -371,7 +373,7 @@ def test_a_python_s_own_options_are_told_from_its_program(command, flags, progra
         (["/lib/torch/_inductor/compile_worker/__main__.py"], False),
     ],
 )
-def test_processes_that_run_no_program_of_the_user_s_stay_as_they_are(program, wanted):
+def test_processes_that_run_no_user_program_are_left_alone(program, wanted):
     path = ROOT / "vgpu" / "for_children" / "sitecustomize.py"
     assert runpy.run_path(path)["is_wanted"](program) == wanted
 
@@ -381,14 +383,14 @@ def test_a_missing_module_is_named_in_one_line(tmp_path):
     assert (code, error) == (1, "ModuleNotFoundError: No module named 'nosuch'\n")
 
 
-def test_a_script_beside_a_vgpu_module_of_its_own_is_warned(tmp_path):
+def test_a_script_next_to_its_own_vgpu_module_is_warned(tmp_path):
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "vgpu.py").write_text("VALUE = 1\n")
     (folder / "script.py").write_text("print('ran')\n")
     code, out, error = run("project/script.py", cwd=tmp_path)
     assert (code, out) == (0, "ran\n")
-    assert "project/vgpu.py cannot be imported here" in error and "rename it" in error
+    assert "project/vgpu.py can't be imported here" in error and "rename it" in error
 
 
 def test_the_examples_in_the_help_parse():
@@ -402,7 +404,7 @@ def test_the_examples_in_the_help_parse():
         parser().parse_args(command)
 
 
-def test_under_torchrun_there_is_a_gpu_for_each_rank(monkeypatch):
+def test_under_torchrun_each_rank_has_a_gpu(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.delenv("VGPU_COUNT", raising=False)
     assert parser().parse_args(["x.py"]).count == 4

@@ -1,4 +1,4 @@
-"""Private names of torch that the course relies upon: each is there, in this torch."""
+"""The private names of torch that the course relies on exist in this torch."""
 
 import importlib
 import json
@@ -17,7 +17,7 @@ VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 LISTED = {name: each for each in listed.RELIANCES for name in each.names}
 
 
-# In a process of its own: torch's test suites change settings of the process that imports them.
+# In a separate process: torch's test suites change settings of the process that imports them.
 LOOK = """
 import gc; gc.disable()
 import json, os, pkgutil, sys
@@ -32,7 +32,7 @@ print(json.dumps(missing), flush=True)
 os._exit(0)  # taking down all that was imported would take a second
 """
 
-# Changed when they are imported, which other tests of this process may have done, or not.
+# Changed on import, which other tests in this process may or may not have done.
 IMPORTED_LATE = (
     "torch.distributed._symmetric_memory",
     "torch.distributed.fsdp",
@@ -52,7 +52,7 @@ def missing():
 @pytest.mark.parametrize("name", LISTED)
 def test_every_listed_private_name_exists(name, missing):
     if name in listed.WITHOUT_CUDA and torch.version.cuda is None:
-        pytest.skip("PyTorch's CPU builds lack it; lesson 01 makes it there for a moment")
+        pytest.skip("PyTorch's CPU builds lack it; lesson 01 creates it temporarily")
     if listed.SINCE.get(name, VERSION) > VERSION:
         pytest.skip(f"came with torch {listed.SINCE[name]}")
     if listed.UNTIL.get(name, VERSION) < VERSION:

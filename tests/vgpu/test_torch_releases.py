@@ -1,4 +1,4 @@
-"""A torch that is older than the range, one that is newer than any tried, and names that are gone."""
+"""A torch that's older than the supported range, one that's newer than any tested, and missing names."""
 
 import importlib
 import subprocess
@@ -22,16 +22,16 @@ def test_an_older_torch_is_refused_in_one_sentence():
         "ImportError: found torch 2.12.1+cpu, but virtual GPUs need 2.13 or newer: "
         'python -m pip install "torch>=2.13"'
     )
-    # Before anything of the library that might not load there.
+    # Before any part of the library that might not load there.
     assert "backend.py" not in done.stderr
 
 
-def test_this_torch_is_in_the_range():
+def test_this_torch_is_in_the_supported_range():
     torch_releases.check()
     assert torch_releases.was_tried()
 
 
-def test_a_missing_name_is_an_error_where_it_was_tried(monkeypatch):
+def test_a_missing_name_is_an_error_on_a_tested_release(monkeypatch):
     monkeypatch.delattr(torch.nn.init, "_no_grad_trunc_normal_")
     with pytest.raises(AttributeError, match=r"has no torch\.nn\.init\._no_grad_trunc_normal_, "):
         vgpu.enable(2)
@@ -54,7 +54,7 @@ def test_a_newer_torch_is_told_once_what_is_missing_and_the_rest_works(monkeypat
         pass
 
 
-def test_a_newer_torch_without_a_missing_name_is_not_mentioned(monkeypatch):
+def test_a_newer_torch_without_missing_names_is_not_mentioned(monkeypatch):
     monkeypatch.setattr(torch, "__version__", NEWER)
     with warnings.catch_warnings(action="error"), vgpu.enable(2):
         pass

@@ -38,7 +38,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_takes_the_cpus_steps(name, foreach):
+def test_every_optimizer_takes_the_same_steps_as_on_the_cpu(name, foreach):
     plain = nn.Linear(6, 3)
     virtual = copy.deepcopy(plain).to("vgpu:1")
     optimizers = [OPTIMIZERS[name](m.parameters(), foreach=foreach) for m in (plain, virtual)]
@@ -102,7 +102,7 @@ def test_checkpointing_with_dropout_gives_the_same_gradients(use_reentrant):
         assert torch.equal(mine.cpu(), other.cpu())
 
 
-def test_autocast_chooses_types_as_on_cuda():
+def test_autocast_chooses_dtypes_as_on_cuda():
     a = torch.randn(4, 4, device="vgpu:0", requires_grad=True)
     with torch.autocast("vgpu", dtype=torch.bfloat16):
         product = a @ a
@@ -148,7 +148,7 @@ def test_hooks_run_with_virtual_tensors():
     assert layer.weight.grad.tolist() == [[2, 2], [2, 2]]
 
 
-def test_sparse_adam_takes_the_cpus_steps():
+def test_sparse_adam_takes_the_same_steps_as_on_the_cpu():
     plain = nn.Embedding(5, 3, sparse=True)
     virtual = copy.deepcopy(plain).to("vgpu:1")
     index = torch.tensor([1, 3, 3])
@@ -160,7 +160,7 @@ def test_sparse_adam_takes_the_cpus_steps():
     assert_same_parameters(virtual, plain)
 
 
-def test_an_lstm_takes_packed_sequences():
+def test_an_lstm_accepts_packed_sequences():
     plain = nn.LSTM(3, 4, batch_first=True)
     virtual = copy.deepcopy(plain).to("vgpu:1")
     x, lengths = torch.randn(3, 5, 3), torch.tensor([5, 2, 3])
@@ -180,7 +180,7 @@ def test_an_lstm_takes_packed_sequences():
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_a_reducing_sparse_product_is_refused_as_on_cuda():
     matrix = torch.eye(3).to_sparse_csr().to("vgpu:1")
-    with pytest.raises(NotImplementedError, match="for the CPU alone"):
+    with pytest.raises(NotImplementedError, match="only on the CPU"):
         torch.sparse.mm(matrix, torch.ones(3, 2, device="vgpu:1"), "sum")
 
 

@@ -34,5 +34,5 @@ def test_bytes_are_read_and_written_in_binary_units(value, text):
         (179.9, "3 min 0 s"),
     ],
 )
-def test_seconds_are_written_in_the_unit_that_fits(value, text):
+def test_seconds_are_written_in_a_suitable_unit(value, text):
     assert format_seconds(value) == text

@@ -1,1 +1,1 @@
-"""Ranks with virtual GPUs: process groups for their tensors, and DTensors around them."""
+"""Ranks with virtual GPUs: process groups for their tensors, and DTensors around those."""

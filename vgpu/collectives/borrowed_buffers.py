@@ -1,9 +1,9 @@
-"""What gloo borrows of virtual tensors for a collective, and when it has returned it.
+"""The buffers that gloo borrows from virtual tensors for a collective, and when it returns them.
 
-gloo works in threads of its own. Such a thread drops the tensors a moment after ``wait`` has
-returned elsewhere, and until then their bytes would count as allocated: how much that is would be a
-matter of luck. NCCL's tensors are the caller's again once it has waited. So gloo gets tensors of its
-own, with the same storage, and who else refers to those is known.
+gloo has its own threads. Such a thread drops the tensors a moment after ``wait`` has returned
+elsewhere, and until then their bytes would count as allocated, by a random amount. With NCCL, the
+tensors are the caller's alone once it has waited. So gloo gets separate tensors with the same
+storage, and all other references to those are known.
 """
 
 import sys
@@ -17,9 +17,9 @@ import torch.distributed as dist
 from vgpu.memory import blocks
 from vgpu.tensor.tensor import VirtualTensor, wrap
 
-# A thread that has done its work lets go of it as soon as it runs again.
+# A thread that has finished drops its tensors as soon as it runs again.
 _SOON_S = 1.0
-# A future that somebody keeps, or C++, may hold the tensors for good.
+# C++, or a future that someone keeps, may hold the tensors forever.
 _MAYBE_NEVER_S = 0.02
 _POLL_S = 20e-6
 
@@ -27,11 +27,11 @@ _use_count = torch._C._storage_Use_Count
 
 
 def _references(values: list[Any]) -> list[int]:
-    """How many references there are to each, those of the list and of this function among them."""
+    """The number of references to each, including those of the list and of this function."""
     return [sys.getrefcount(value) for value in values]
 
 
-_ALONE = _references([object()])[0]  # versions of Python count differently
+_ALONE = _references([object()])[0]  # Python versions count differently
 
 
 class Work(Protocol):
@@ -41,7 +41,7 @@ class Work(Protocol):
 
 
 class BorrowedBuffers:
-    """The tensors of one collective, as gloo gets them."""
+    """One collective's tensors, as passed to gloo."""
 
     def __init__(self, operation: str) -> None:
         self._operation = operation
@@ -51,7 +51,7 @@ class BorrowedBuffers:
         self._works: list[Work] = []
 
     def lend(self, value: Any) -> Any:
-        """What gloo gets in place of a virtual tensor, or of those in a list; only gloo may keep it."""
+        """What's passed to gloo in place of a virtual tensor, or of a list's; only gloo may keep it."""
         if type(value) is VirtualTensor and value._inner.layout is torch.strided:
             storage = value._inner.untyped_storage()._cdata
             self._uses_before.setdefault(storage, _use_count(storage))
@@ -67,8 +67,8 @@ class BorrowedBuffers:
     def result(self, value: Any) -> Any:
         """gloo's result, with the caller's own tensors in it.
 
-        A collective returns what it has written to, and autograd warns there if that needs a
-        gradient; c10d's schemas do not say which argument it is.
+        A collective returns what it wrote to, and autograd warns then if that requires a gradient;
+        c10d's schemas don't say which argument it is.
         """
         result = self._result(value)
         self._callers.clear()
@@ -81,35 +81,36 @@ class BorrowedBuffers:
             return value
         if id(value._inner) in self._callers:
             return self._callers[id(value._inner)]
-        # A functional collective has made it, and gloo writes to it.
+        # A functional collective created it, and gloo writes to it.
         self._gloos.append(value._inner)
         return self._twin(value)
 
     def wait_for_work(self, result: list[Any]) -> None:
-        """Wait for the work, which is last in the result, as the caller is about to, and drop it:
-        it has the tensors."""
+        """Wait for the work, which is last in the result, as the caller would, and drop it, because
+        it has the tensors.
+        """
         work = dist.Work.unbox(result.pop())
         work.wait()
         del work
         self.wait_for_return(_SOON_S)
-        # gloo also makes views, and nobody else has made any meanwhile.
+        # gloo also creates views; nobody else has created any in the meantime.
         _wait_while(self._is_viewed, _MAYBE_NEVER_S)
 
     def return_when_dropped(self, work: Work) -> None:
-        """Its caller waits for the work, and then drops it."""
+        """For a collective whose caller waits for the work, and then drops it."""
         self._works.append(work)
         with blocks.borrowed_lock:
             blocks.borrowed.append(self)
 
     def is_dropped(self) -> bool:
-        """Whether the work has ended and nobody else refers to it; if so, nor does this any more."""
+        """Whether the work has finished and nobody else refers to it; if so, this drops it, too."""
         if _references(self._works) != [_ALONE] or not self._works[0].has_ended():
             return False
         self._works.clear()
         return True
 
     def return_when_waited_for(self, result: Any) -> None:
-        """A functional collective's: its caller waits for one of the tensors."""
+        """For a functional collective, whose caller waits for one of the tensors."""
         if isinstance(result, list | tuple):
             for part in result:
                 self.return_when_waited_for(part)
@@ -117,7 +118,7 @@ class BorrowedBuffers:
             result._inner._vgpu_borrowed = self  # type: ignore[attr-defined]
 
     def wait_for_return(self, limit_s: float = _MAYBE_NEVER_S) -> None:
-        """Wait until gloo has dropped its tensors, and do so, too."""
+        """Wait until gloo has dropped its tensors, and drop them here, too."""
         _wait_while(self._is_borrowed, limit_s)
         self._gloos.clear()
 
@@ -125,8 +126,8 @@ class BorrowedBuffers:
         return any(_use_count(storage) > before for storage, before in self._uses_before.items())
 
     def _is_borrowed(self) -> bool:
-        # A thread that has dropped one in C++ waits for Python's lock to do so in Python. The
-        # Python object counts as one reference from C++.
+        # A thread that dropped one in C++ waits for Python's lock to drop it in Python. The Python
+        # object counts as one reference from C++.
         in_cpp = any(
             tensor._use_count() > 1  # type: ignore[attr-defined, unused-ignore]
             for tensor in self._gloos

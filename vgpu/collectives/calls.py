@@ -1,9 +1,9 @@
-"""One call of a collective, as its operator's arguments say, and what such a call is refused for.
+"""One call of a collective, read from its operator's arguments, and the checks that may refuse it.
 
-Real ranks and those of a cluster refuse alike: with NCCL's errors where it looks (ProcessGroupNCCL.cpp,
-c10d/Utils.hpp). Where it doesn't, it would read or write beyond a tensor's end, or the numbers between
-those of a tensor that isn't contiguous. Functional collectives make their results, and copy what isn't
-contiguous. Which operator is checked for what: table.py.
+Real ranks and those of a cluster refuse the same calls: with NCCL's errors for what it checks
+(ProcessGroupNCCL.cpp, c10d/Utils.hpp). What it doesn't check would make it read or write past the
+end of a tensor, or between the elements of one that isn't contiguous. Functional collectives create
+their results, and copy what isn't contiguous. table.py says which operator has which checks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,10 +20,10 @@ Tensors = list[torch.Tensor]
 
 
 class Call:
-    """One collective: its group, and the tensors that this rank puts in and gets."""
+    """One collective: its group, and the tensors that this rank passes in and gets."""
 
     def __init__(self, name: str, operator: str, arguments: Kwargs, group: dist.ProcessGroup):
-        """name: of torch.distributed. operator: of torch.ops, with its namespace."""
+        """name: in torch.distributed. operator: in torch.ops, with its namespace."""
         self.name = name
         self.operator = operator
         self.arguments = arguments
@@ -33,12 +33,12 @@ class Call:
         if operator.endswith("_") and arguments.keys().isdisjoint(_OUTPUTS):  # in place
             self.outputs = self.inputs
         self.made: Tensors = []
-        """Outputs that the operator makes; empty until it has run."""
+        """Outputs that the operator creates; empty until it has run."""
         self.size_bytes = 0
-        """Of the whole tensor, as nccl-tests counts it: table.py fills it in."""
+        """The size of the whole tensor, as defined by nccl-tests; table.py fills it in."""
         self.root: int | None = arguments.get("root_rank", arguments.get("src"))
         self.peer: int | None = None
-        """The rank at the other end of a message, in the group."""
+        """The rank within the group at the other end of a message."""
         if name in ("send", "recv"):
             self.peer, self.root = arguments.get("dst", self.root), None
         if name == "recv":
@@ -46,7 +46,7 @@ class Call:
 
     @property
     def is_functional(self) -> bool:
-        """Whether it returns tensors, which someone waits for; others return a ``Work``."""
+        """Whether it returns tensors, which the caller waits for; others return a ``Work``."""
         return not self.operator.startswith("c10d::")
 
     @property
@@ -59,7 +59,7 @@ class Call:
 
     @property
     def ranks(self) -> list[int]:
-        """The global ranks that take part."""
+        """The participating ranks, by global number."""
         ranks = dist.get_process_group_ranks(self.group)
         return ranks if self.peer is None else [dist.get_rank(), ranks[self.peer]]
 
@@ -86,7 +86,7 @@ def size_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def group_of(arguments: Kwargs) -> dist.ProcessGroup:
-    """The process group among an operator's arguments: itself, boxed for C++, or by its name."""
+    """The process group among an operator's arguments: the group itself, boxed for C++, or its name."""
     group: Any = arguments.get("process_group", arguments.get("group_name"))
     if isinstance(group, str):
         return distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
@@ -99,19 +99,19 @@ Check = Callable[[Call], None]
 
 
 def check_ranks(call: Call) -> None:
-    """ValueError for a root or a peer that isn't in the group."""
+    """Raise ValueError for a root or a peer that isn't in the group."""
     count = call.group.size()
     for what, rank in (("root", call.root), ("peer", call.peer)):
         if rank is not None and not 0 <= rank < count:
             raise ValueError(
-                f"{call.name}: invalid {what} rank: {rank}; the group's are 0 to {count - 1}"
+                f"{call.name}: invalid {what} rank: {rank}; the group has ranks 0 to {count - 1}"
             )
 
 
 def contiguous(*names: str) -> Check:
-    """The arguments of these names are contiguous.
+    """Check that the named arguments are contiguous.
 
-    NCCL doesn't look at all of them: it garbles those of gather and scatter, and of a reduce_scatter.
+    NCCL doesn't check all of them: it garbles those of gather and scatter, and of a reduce_scatter.
     """
 
     def check_contiguous(call: Call) -> None:
@@ -121,7 +121,7 @@ def contiguous(*names: str) -> Check:
 
 
 def _check_contiguous(tensors: Iterable[torch.Tensor]) -> None:
-    """NCCL reads a tensor as a row of numbers; channels-last is one, too."""
+    """NCCL reads a tensor as one block of memory, which channels-last tensors are, too."""
     for tensor in tensors:
         if not isinstance(tensor, VirtualTensor) or tensor.layout is not torch.strided:
             continue
@@ -134,7 +134,7 @@ def _check_contiguous(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def one_tensor_of_all_parts(call: Call) -> None:
-    """One tensor has the parts of all ranks behind one another."""
+    """Check that one tensor has room for the parts of all ranks, one after another."""
     gathers, count = call.name == "all_gather", call.group.size()
     for given, received in zip(call.inputs, call.outputs, strict=True):
         if given.dtype != received.dtype:
@@ -151,7 +151,9 @@ def one_tensor_of_all_parts(call: Call) -> None:
 
 
 def list_of_parts(call: Call) -> None:
-    """A list has one part for each rank, of unequal sizes if they like; this rank's own is alone."""
+    """Check that a list has one part per rank, possibly of different sizes, next to this rank's own
+    tensor.
+    """
     rank = call.group.rank()
     if call.name == "all_gather":
         _check_length(call, call.outputs)
@@ -171,7 +173,7 @@ def two_lists_of_parts(call: Call) -> None:
 
 
 def equal_parts_at_root(call: Call) -> None:
-    """The root has a list of parts, which are all alike."""
+    """Check that the root has a list of parts that are all alike."""
     if call.group.rank() != call.root:
         return
     parts, (own,) = (
@@ -187,12 +189,14 @@ def equal_parts_at_root(call: Call) -> None:
 
 
 def splits(call: Call) -> None:
-    """Rows are split among the ranks, by sizes that add up to them."""
+    """Check that the split sizes add up to the number of rows."""
     (given,), outputs = call.inputs, call.outputs
     count, rank = call.group.size(), call.group.rank()
     sizes = call.arguments["input_split_sizes"], call.arguments["output_split_sizes"]
     own = []
-    for split, tensor in zip(sizes, (given, *outputs), strict=False):  # a functional one makes it
+    for split, tensor in zip(
+        sizes, (given, *outputs), strict=False
+    ):  # a functional collective creates it
         _check_split_sizes(split, tensor, count)
         rows = tensor.shape[0]
         own.append((split[rank] if split else rows // count) * (tensor.numel() // max(rows, 1)))
@@ -201,7 +205,7 @@ def splits(call: Call) -> None:
 
 
 def _check_split_sizes(split: Sequence[int], tensor: torch.Tensor, count: int) -> None:
-    """RuntimeError in the words of c10d/Utils.hpp."""
+    """Raise RuntimeError with the messages of c10d/Utils.hpp."""
     rows = tensor.shape[0]
     if any(size < 0 for size in split):
         raise RuntimeError("Split sizes must be non-negative")
@@ -217,7 +221,7 @@ def _check_length(call: Call, parts: Sequence[torch.Tensor]) -> None:
     count = call.group.size()
     if len(parts) != count:
         raise ValueError(
-            f"{call.name} among {count} ranks got a list of {len(parts)} tensors: it takes one for "
+            f"{call.name} among {count} ranks got a list of {len(parts)} tensors: it needs one for "
             "each rank"
         )
 

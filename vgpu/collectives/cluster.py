@@ -1,4 +1,4 @@
-"""``cluster()``: this process as one rank of a cluster that does not exist."""
+"""``cluster()``: run this process as one rank of a cluster that doesn't exist."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from vgpu.time import recording
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Hosts with the same number of the same GPUs; ranks are numbered host by host."""
+    """Hosts with equally many GPUs of the same model; ranks are numbered host by host."""
 
     hosts: int
     gpus_per_host: int
@@ -56,15 +56,16 @@ def cluster(
     memory_bytes: int | None = None,
     link: str | Link | None = None,
 ) -> Iterator[Cluster]:
-    """In the block, this process is ``rank`` of ``hosts * gpus_per_host`` ranks.
+    """Inside the block, this process is ``rank`` of ``hosts * gpus_per_host`` ranks.
 
-    Its virtual GPUs are those of its host, not those that were enabled before: tensors of both do
-    not meet. Its own one is current, and there is a default process group of all ranks. Only shapes
-    can be sent (``shapes_only()``): other ranks have no values. ``record()`` gives this rank's
-    virtual time, as if all others in its groups did the same at the same time.
+    Its virtual GPUs are those of its host, not those that were enabled before: tensors on the two
+    can't be mixed. The rank's own GPU is current, and there's a default process group of all ranks.
+    Only shapes can be sent (``shapes_only()``), because other ranks have no values. ``record()``
+    records this rank's virtual time, as if all others in its groups did the same at the same time.
 
-    gpu, memory_bytes, link: as for ``enable``. network: of networks.py, between hosts.
-    ValueError for a rank or a size that cannot be; RuntimeError where a process group exists.
+    gpu, memory_bytes, link: as for ``enable``. network: between hosts, a name in ``vgpu.NETWORKS``
+    or a Network. Raises ValueError for an impossible rank or size, and RuntimeError if a process
+    group already exists.
     """
     for name, value in (("hosts", hosts), ("gpus_per_host", gpus_per_host)):
         if value < 1:
@@ -76,7 +77,7 @@ def cluster(
         )
     if dist.is_initialized():
         raise RuntimeError(
-            "a process group exists already, and a cluster makes its own: call "
+            "a process group already exists, and a cluster creates its own: call "
             "torch.distributed.destroy_process_group() first, or leave the other cluster's block"
         )
     between = get_network(network)
@@ -93,11 +94,11 @@ def cluster(
             "slowest_of": made.world_size,
         }
         stack.enter_context(mock.patch.object(recording, "assumed", known))
-        # init_process_group lets uncaught errors name the rank, and never takes that back.
+        # init_process_group makes uncaught errors name the rank, and never reverts that.
         stack.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))
         stack.callback(_leave)
         dist.init_process_group(
-            f"{gpus.DEVICE_TYPE}:{process_groups.BACKEND}",  # for no CPU tensors, as with NCCL
+            f"{gpus.DEVICE_TYPE}:{process_groups.BACKEND}",  # no CPU tensors, as with NCCL
             store=_store(),
             rank=rank,
             world_size=made.world_size,
@@ -106,7 +107,7 @@ def cluster(
 
 
 def _environment(made: Cluster) -> dict[str, str]:
-    """What torchrun tells a rank, and torch that there are no collectives to record."""
+    """The variables that torchrun sets for a rank, and one that turns off the flight recorder."""
     return {
         "RANK": str(made.rank),
         "WORLD_SIZE": str(made.world_size),
@@ -133,23 +134,23 @@ _DTENSOR = "torch.distributed.tensor"
 
 
 def _forget_meshes() -> None:
-    """Empty the caches of DTensor's planning: the next cluster must not find meshes of this one.
+    """Empty DTensor's sharding caches, so that the next cluster doesn't find this one's meshes.
 
-    Two meshes count as equal there although this process has other ranks, and so other groups, in
-    each.
+    There, two meshes count as equal even if this process has a different rank in each, and thus
+    different groups.
     """
     if _DTENSOR not in sys.modules:
         return
     for cache in _caches():
         cache.cache_clear()
-    torch._C._clear_DTensor_sharding_propagator_cache()  # C++ has one of its own
+    torch._C._clear_DTensor_sharding_propagator_cache()  # C++ has its own
 
 
 def _caches() -> Iterator[Any]:
-    """Those of functions, of methods, and of the dispatcher that all DTensors share.
+    """The caches of functions, of methods, and of the dispatcher that all DTensors share.
 
-    Not by a look through the garbage collector's objects: what a rank's process has imported
-    before it was forked is frozen, and missing there.
+    They can't be found through the garbage collector: what a rank's process imported before the
+    fork is frozen, and missing there.
     """
     dispatcher: Any = sys.modules[_DTENSOR].DTensor._op_dispatcher
     yield dispatcher.sharding_propagator.propagate_op_sharding.cache
@@ -159,6 +160,6 @@ def _caches() -> Iterator[Any]:
         for value in list(vars(module).values()):
             members = vars(value).values() if isinstance(value, type) else (value,)
             for member in members:
-                function = getattr(member, "__func__", member)  # of a static method
+                function = getattr(member, "__func__", member)  # a static method's
                 if isinstance(function, functools._lru_cache_wrapper):
                     yield function

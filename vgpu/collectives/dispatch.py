@@ -1,9 +1,9 @@
 """What happens when a collective's operator reaches a virtual tensor.
 
-It is checked and counted. gloo carries the values, from the CPU tensors inside; of tensors that are
-only shapes, nothing is sent. In a recording it takes the time of its group, on a stream of the group's
-own, as NCCL does it: the group's stream waits for the current one, and whoever waits for the
-collective makes the current stream wait for it.
+It's checked and counted. gloo carries the values, from the CPU tensors inside; for tensors that are
+only shapes, nothing is sent. In a recording, it takes its virtual time on a separate stream of its
+group, as with NCCL: the group's stream waits for the current one, and waiting for the collective
+makes the current stream wait for it.
 """
 
 import collections
@@ -35,7 +35,7 @@ from vgpu.torch_patches.undo import Changes
 
 
 class Tally:
-    """The collectives that this process has taken part in with virtual tensors."""
+    """The collectives of virtual tensors that this process has taken part in."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,7 +53,7 @@ _WRAP = "_c10d_functional::_wrap_tensor_autograd"
 _FSDP = ("fsdp::all_gather_copy_in", "fsdp::chunk_cat", "fsdp::split_with_sizes_copy")
 
 tally = Tally()
-"""By name, as in "all_reduce": how often, and the bytes of the tensors that this rank put in."""
+"""By name, such as "all_reduce": how often, and the bytes of the tensors that this rank put in."""
 
 
 # Tensors with values
@@ -61,13 +61,14 @@ tally = Tally()
 
 @handler(*table.NAMES, records_itself=True)
 def _run(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Any collective: an operator of c10d writes to its arguments and returns what to wait for, a
-    functional one returns tensors that someone waits for."""
+    """Run any collective: an operator of c10d writes to its arguments and returns the work to wait
+    for; a functional one returns tensors that the caller waits for.
+    """
     call = table.read_call(func, args, kwargs)
     if process_groups.ranks_are_absent:
         raise RuntimeError(
-            f"{call.name} of a tensor with values, but the other ranks of this virtual cluster do not "
-            "exist and have none: make the tensor, or move it to its GPU, in a vgpu.shapes_only() "
+            f"{call.name} of a tensor with values, but the other ranks of this virtual cluster don't "
+            "exist and have none: create the tensor, or move it to its GPU, in a vgpu.shapes_only() "
             "block"
         )
     table.check(call)
@@ -95,15 +96,15 @@ def _run(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return (*written, boxed) if written else boxed
 
 
-# What an operator of c10d writes to and returns, and when it has ended.
+# What an operator of c10d writes to and returns, and when it has finished.
 _Result = tuple[tuple[Any, ...], Ending]
 
 
 def _gather_unequal_parts(call: Call, args: Args) -> _Result:
-    """Parts of unequal sizes, by a broadcast of each, as NCCL does it; it ends before it returns."""
+    """Gather unequal parts by broadcasting each, as NCCL does; has finished when it returns."""
     outputs, (own,), group, *_ = args
     (parts,) = outputs
-    # Within NCCL's kernel: no kernel of its own.
+    # Part of NCCL's kernel, not a separate one.
     run_unrecorded(torch.ops.aten.copy_.default, (parts[call.group.rank()].detach(), own), {})
     broadcast = torch.ops.c10d.broadcast_.default
     for root, part in enumerate(parts):
@@ -113,9 +114,9 @@ def _gather_unequal_parts(call: Call, args: Args) -> _Result:
 
 
 def _exchange_lists(call: Call, args: Args) -> _Result:
-    """An all-to-all of lists, whose parts may differ in size; it ends before it returns.
+    """An all-to-all of lists, whose parts may differ in size; has finished when it returns.
 
-    gloo has one for parts of one size, since torch 2.15. NCCL makes no copies, so these are the CPU's.
+    gloo has one for equal parts, since torch 2.15. NCCL makes no copies, so these are made on the CPU.
     """
     given = torch.cat([_row_inside(part) for part in call.inputs])
     sizes = [part.numel() for part in call.outputs]
@@ -128,7 +129,7 @@ def _exchange_lists(call: Call, args: Args) -> _Result:
 
 
 def _row_inside(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a virtual tensor, as NCCL reads them: in the order in which they lie."""
+    """The values of a virtual tensor, as NCCL reads them: in memory order."""
     assert isinstance(tensor, VirtualTensor)
     return tensor._inner.detach().as_strided((tensor.numel(),), (1,))
 
@@ -136,11 +137,11 @@ def _row_inside(tensor: torch.Tensor) -> torch.Tensor:
 _own_messages: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[Call]]" = (
     weakref.WeakKeyDictionary()
 )
-"""Sends of a rank to itself without their receive, and receives without their send, by group."""
+"""By group: a rank's sends to itself that have no receive yet, and receives without a send."""
 
 
 def _message_to_oneself(call: Call) -> Ending:
-    """gloo has no connection to its own rank. NCCL copies once it has both ends, in a group of calls."""
+    """gloo can't send to its own rank. NCCL copies once it has both ends, in a group of calls."""
     pending = _own_messages.setdefault(call.group, [])
     other = next((each for each in pending if each.name != call.name), None)
     if other is None:
@@ -165,7 +166,7 @@ def _carry_functional(call: Call, func: Operator, args: Args, kwargs: Kwargs) ->
 
 
 def _carry(call: Call, func: Operator, args: Args, kwargs: Kwargs) -> _Result:
-    """What gloo makes of it."""
+    """Run it with gloo."""
     buffers = BorrowedBuffers(call.name)
     given = args
     if call.operator in _READ_AS_ROWS:
@@ -181,7 +182,7 @@ def _carry(call: Call, func: Operator, args: Args, kwargs: Kwargs) -> _Result:
     return tuple(result), Ending(call, gloos, buffers)
 
 
-# NCCL reads the one large tensor as a row of numbers; gloo would cut its first dimension.
+# NCCL reads the large tensor as one block of memory; gloo would split its first dimension.
 _READ_AS_ROWS = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_"}
 
 
@@ -200,7 +201,7 @@ def _run_wait(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 @handler(_WRAP, records_itself=True)
 def _run_wrap(func: Operator, args: Args, kwargs: Kwargs) -> torch.Tensor:
-    """A result that waits for its collective when it is first used."""
+    """A result that waits for its collective when it's first used."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return AsyncCollectiveTensor(args[0])
@@ -208,12 +209,12 @@ def _run_wrap(func: Operator, args: Args, kwargs: Kwargs) -> torch.Tensor:
 
 @handler(*_FSDP, records_itself=True)
 def _run_fsdp(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """An operator of FSDP's: what its implementation for GPUs does, in place of the CPU's."""
+    """Run an operator of FSDP as its GPU implementation does, not the CPU's."""
     return func._op_dk(torch._C.DispatchKey.PrivateUse1, *args, **kwargs)
 
 
 def _refuse(func: Operator, *args: Any) -> NoReturn:
-    """An operator of c10d that the table does not have, which would run as if it were a kernel."""
+    """Refuse an operator of c10d that isn't in the table, which would run as if it were a kernel."""
     raise NotImplementedError(
         f"{func._schema.name} is not supported on virtual GPUs: call it with tensors on the CPU, or use "
         f"one of {', '.join(name for name, each in table.COLLECTIVES.items() if each.operators)}"
@@ -227,12 +228,12 @@ handler(*_WITHOUT_A_ROW)(_refuse)
 shape_handler(*_WITHOUT_A_ROW)(_refuse)
 
 
-# Tensors that are only shapes
+# Shapes
 
 
 @shape_handler(*table.NAMES)
 def _run_shapes(func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode) -> Any:
-    """Any collective: what comes out has the size that torch's own kernel for shapes says."""
+    """Run any collective: results have the size that torch's meta kernel returns."""
     call = table.read_call(func, args, kwargs)
     gpu = next(filter(None, map(gpu_of, tensors_in(args))), None)
     if gpu is None:
@@ -275,7 +276,7 @@ def _run_fsdp_of_shapes(func: Operator, args: Args, kwargs: Kwargs, mode: Shapes
 
 
 def _record(call: Call, gpu: VirtualGPU) -> Waiting:
-    """Take part in the recording that is under way, if any."""
+    """Record the collective, if a recording is active."""
     now = recording.under_way
     done = None
     if now is not None:
@@ -288,12 +289,12 @@ def _record_functional(
 ) -> None:
     call.made = [made for made in tensors_in(result) if not any(made is x for x in inputs)]
     waiting = _record(call, gpu)
-    if call.operator.startswith("_dtensor::"):  # its kernel for GPUs waits at once
+    if call.operator.startswith("_dtensor::"):  # its GPU kernel waits immediately
         waiting()
 
 
 def _stream_number(now: Recording, gpu: VirtualGPU, call: Call) -> int:
-    """The number of the group's own stream; messages to and from each peer have one each."""
+    """The number of the group's stream; messages to and from each peer have their own."""
     key: tuple[Any, ...] = (gpu.index, call.group_name)
     if call.peer is not None:
         key = (*key, call.peer, call.name)
@@ -308,7 +309,7 @@ def install(changes: Changes) -> None:
 
 
 def _with_virtual_time(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``dist.barrier``, for which gloo takes a CPU tensor, so that no virtual GPU sees it."""
+    """``dist.barrier``, for which gloo uses a CPU tensor, so that no virtual GPU sees it."""
 
     @functools.wraps(plain)
     def barrier(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Process groups for tensors of virtual GPUs: the backend ``vccl``.
+"""Process groups for tensors on virtual GPUs: the backend ``vccl``.
 
-It is to ``vgpu`` what ``nccl`` is to ``cuda``: the default for the device type. Beneath it gloo
-carries the bytes (dispatch.py). For CPU tensors the group needs a CPU backend as well, so a ``vccl``
-group also takes those, where NCCL would refuse them.
+It's to ``vgpu`` what ``nccl`` is to ``cuda``: the device type's default. Underneath, gloo carries
+the bytes (dispatch.py). Since that needs a CPU backend, a ``vccl`` group also accepts CPU tensors,
+which NCCL would refuse.
 
-What only NCCL offers is done another way here, or refused; symmetric memory: wrappers.py.
+What only NCCL offers is done in another way here, or refused (symmetric memory in wrappers.py).
 """
 
 import collections
@@ -30,12 +30,12 @@ from vgpu.tensor.tensor import VirtualTensor, wrap
 from vgpu.torch_patches.undo import Changes
 
 BACKEND = "vccl"
-"""The backend of virtual GPUs, as ``nccl`` is that of CUDA's."""
+"""The backend for virtual GPUs, as ``nccl`` is for CUDA's."""
 
 _CPU = torch.device("cpu")
 
 ranks_are_absent = False
-"""Whether the other ranks of new groups do not exist: ``cluster`` sets it in its block."""
+"""Whether the other ranks of new groups don't exist; ``cluster`` sets it in its block."""
 
 
 def install(changes: Changes) -> None:
@@ -49,7 +49,7 @@ def install(changes: Changes) -> None:
     changes.item(backends.backend_type_map, BACKEND, dist.ProcessGroup.BackendType.CUSTOM)
     changes.item(backends.backend_capability, BACKEND, [gpus.DEVICE_TYPE])
     changes.item(backends.default_device_backend_map, gpus.DEVICE_TYPE, BACKEND)
-    # A script may ask for gloo by name: it takes CUDA tensors too.
+    # A script may ask for gloo by name: it takes CUDA tensors, too.
     gloo = backends.backend_capability["gloo"]
     changes.item(backends.backend_capability, "gloo", [*gloo, gpus.DEVICE_TYPE])
     changes.wrap(distributed_c10d, "_new_process_group_helper", _with_the_cpu)
@@ -69,7 +69,7 @@ def _make_backend(options: Any, backend_options: object) -> Any:
     if ranks_are_absent:
         from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
 
-        # It only has a rank and a size.
+        # It has only a rank and a size.
         return FakeProcessGroup._create_internal(  # type: ignore[call-arg, unused-ignore]
             options.group_rank, options.group_size, None
         )
@@ -81,7 +81,7 @@ def _make_backend(options: Any, backend_options: object) -> Any:
 
 
 def _with_the_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """What makes every group; one for virtual GPUs takes CPU tensors too, the same way."""
+    """Wrap the function that creates every group; groups of virtual GPUs also take CPU tensors."""
 
     @functools.wraps(plain)
     def new_process_group(*args: Any, **kwargs: Any) -> Any:
@@ -93,13 +93,13 @@ def _with_the_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
             types = {device.type for device in group._device_types}
         if gpus.DEVICE_TYPE in types:
             torch_releases.name_default_backend(group, dist.ProcessGroup.BackendType.CUSTOM)
-        # Of absent ranks, CPU tensors are refused, as NCCL refuses them.
+        # With absent ranks, CPU tensors are refused, as with NCCL.
         if gpus.DEVICE_TYPE in types and not ranks_are_absent:
             if _CPU.type not in types:
                 backend = group._get_backend(torch.device(gpus.DEVICE_TYPE))
                 custom = dist.ProcessGroup.BackendType.CUSTOM
                 group._register_backend(_CPU, custom, backend)
-            # gloo by its own name lets ranks share a GPU.
+            # gloo, if asked for by name, lets ranks share a GPU.
             if f"{gpus.DEVICE_TYPE}:{BACKEND}" in dist.get_backend_config(group):
                 name = str(group.group_name)
                 _groups_made[name] += 1
@@ -110,24 +110,24 @@ def _with_the_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_nccl(backend: str, options: object) -> None:
-    """Where there is no CUDA, NCCL's own words would not say what to do."""
+    """Without CUDA, NCCL's own error wouldn't say what to do."""
     if "nccl" in backend and not torch.cuda.is_available():
         raise RuntimeError(
-            f"the backend {backend} needs CUDA GPUs, and there are only virtual ones: leave the "
-            f"backend out, name {BACKEND!r}, or run the script with "
-            f"python -m vgpu --cuda-is-vgpu, which reads nccl as {BACKEND} where it "
-            "stands in the program's own files"
+            f"the backend {backend} needs CUDA GPUs, and there are only virtual ones: leave out the "
+            f"backend, use {BACKEND!r}, or run the script with "
+            f"python -m vgpu --cuda-is-vgpu, which reads nccl as {BACKEND} in the "
+            "program's own files"
         )
     if BACKEND in backend and options is not None:
         kind = type(options)
         raise NotImplementedError(
             f"pg_options is a {kind.__module__}.{kind.__qualname__}, and the backend {BACKEND} "
-            "of virtual GPUs has no options: leave pg_options out there"
+            "of virtual GPUs has no options: leave out pg_options"
         )
 
 
 def _never_gloo(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The backend that ``new_group`` splits; it calls on gloo, since 2.15, what only NCCL has."""
+    """The backend that ``new_group`` splits; since 2.15, it would call methods on gloo that only NCCL has."""
 
     @functools.wraps(plain)
     def source(*args: Any, **kwargs: Any) -> Any:
@@ -138,9 +138,9 @@ def _never_gloo(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _coalescing(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``_coalescing_manager``; given a device, it has the group start and end, as only NCCL does.
+    """``_coalescing_manager``; with a device, it uses the group's start and end, which only NCCL has.
 
-    Without one it sends collectives of a kind together, and others each by itself.
+    Without one, it sends collectives of the same kind together, and others one by one.
     """
 
     @functools.wraps(plain)
@@ -151,9 +151,9 @@ def _coalescing(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _splitting(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``split_group``, which a DeviceMesh calls where the group was made with ``device_id``.
+    """``split_group``, which a DeviceMesh calls if the group was created with ``device_id``.
 
-    C++ would split the gloo of each device by itself, and have both meet under one name.
+    C++ would split the gloo group of each device separately, and both would rendezvous under one name.
     """
 
     @functools.wraps(plain)
@@ -171,7 +171,7 @@ def _splitting(plain: Callable[..., Any]) -> Callable[..., Any]:
                 backend=given.get("backend") or dist.get_backend(parent),
                 pg_options=given.get("pg_options"),
                 group_desc=given.get("group_desc"),
-                # Nobody outside of the parent takes part.
+                # Only ranks of the parent group take part.
                 use_local_synchronization=len(everyone) < dist.get_world_size(),
             )
             for ranks in splits
@@ -187,17 +187,19 @@ def _splitting(plain: Callable[..., Any]) -> Callable[..., Any]:
 _unclaimed: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.Store, str]]" = (
     weakref.WeakKeyDictionary()
 )
-"""Groups in which this rank has used no GPU yet: where the ranks claim theirs, and under which name."""
-_groups_made: collections.Counter[str] = collections.Counter()  # their names come again
+"""Groups in which this rank hasn't used a GPU yet: the store where ranks claim theirs, and the
+group's key.
+"""
+_groups_made: collections.Counter[str] = collections.Counter()  # names are reused
 
 
 def claim_gpu(group: dist.ProcessGroup, gpu: VirtualGPU) -> None:
-    """Take part in a group on this GPU.
+    """Claim this GPU for the rank's part in a group.
 
-    DistBackendError where another rank of the group began on the same GPU of the same host, and
-    where the group was made for another GPU than this one. NCCL compares the GPUs when it makes a
-    communicator, for each of a rank's GPUs; here a rank claims the first that it uses in the group's
-    store, and waits for nobody, so that only the second of two is refused.
+    Raises DistBackendError if another rank of the group has claimed the same GPU of the same host,
+    or if the group was created for a different GPU. NCCL compares GPUs when it creates a
+    communicator, for each of a rank's GPUs; here, a rank claims the first GPU that it uses in the
+    group's store without waiting for others, so only the second of two is refused.
     """
     bound = group.bound_device_id
     if bound is not None and bound.index != gpu.index:
@@ -222,17 +224,17 @@ def claim_gpu(group: dist.ProcessGroup, gpu: VirtualGPU) -> None:
 
 
 def _physical_gpu(index: int) -> str:
-    """The GPU of this number, as other processes would find it; an agent of torchrun is a host."""
+    """The GPU with this number, as seen from other processes; each torchrun agent counts as a host."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     number = visible[index] if index < len(visible) else index
     return f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}/{number}"
 
 
-# Futures: gloo's hold the CPU tensors inside of virtual ones
+# Futures: gloo's hold the CPU tensors inside virtual ones
 
 
 def _virtual(value: Any) -> Any:
-    """A tensor on the GPU whose memory counts its storage; anything else as it is."""
+    """A tensor on the GPU whose memory counts its storage; anything else unchanged."""
     if not isinstance(value, torch.Tensor) or isinstance(value, VirtualTensor):
         return value
     if value.layout is not torch.strided or value.device.type != "cpu":

@@ -1,21 +1,21 @@
-"""The table of collectives: their operators, what is refused, bytes, seconds. To add one, add a row.
+"""The table of collectives: their operators, checks, bytes and seconds. To add one, add a row.
 
 Real ranks, virtual clusters, collective counters, the simulator, hang reports and plans read it; checks
 are in calls.py.
 
-Sizes are those of nccl-tests (doc/PERFORMANCE.md): of the whole tensor, which for ``all_gather`` is
-the gathered one, for ``reduce_scatter`` the one before it is scattered, and for ``all_to_all`` what
-one GPU holds; of a ``permute``, what each GPU sends.
+Sizes are defined as in nccl-tests (doc/PERFORMANCE.md): the size of the whole tensor, which is the
+gathered one for ``all_gather``, the one before scattering for ``reduce_scatter``, and what one GPU
+holds for ``all_to_all``; for a ``permute``, what each GPU sends.
 
-Every formula of seconds is the usual one of a latency for each step and a bandwidth for the bytes
-(Hockney, 1994), with the algorithms that NCCL uses for large messages: rings, and trees for an
-all-reduce over several hosts. Left out: NCCL's faster protocols for small messages, reductions inside
-NVSwitch and in switches between hosts, and the time to add.
+The formulas for seconds are the usual ones, with a latency per step and a bandwidth for the bytes
+(Hockney, 1994), for the algorithms that NCCL uses for large messages: rings, and trees for an
+all-reduce over several hosts. Left out: NCCL's faster protocols for small messages, reductions
+inside NVSwitch and in switches between hosts, and the time for the additions.
 
-Between hosts a ring enters and leaves each host once for every adapter, so that a group with more
-GPUs on a host has more adapters. All GPUs of a host are assumed to send at once: each has its part.
-Where hosts have unequally many, the one with the fewest holds up the ring, and its GPUs have the
-most to send to other hosts.
+Between hosts, a ring enters and leaves each host once per adapter, so a group with more GPUs on a
+host has more adapters. All GPUs of a host are assumed to send at once, each over its share of the
+adapters. If hosts have different numbers of GPUs, the one with the fewest slows down the ring, and
+its GPUs have the most to send to other hosts.
 """
 
 import math
@@ -35,56 +35,56 @@ class Collective:
     """One collective of ``torch.distributed``."""
 
     operators: Mapping[str, tuple[Check, ...]]
-    """Those of ``torch.ops`` that carry it out, each with what its arguments are checked for."""
+    """The operators in ``torch.ops`` that implement it, each with the checks of its arguments."""
     size_bytes: Callable[[Call], int]
     sent_share: Callable[[int], float] | None
-    """The share of ``size_bytes`` that each of n ranks sends; None where ranks differ in it."""
+    """The fraction of ``size_bytes`` that each of n ranks sends; None if ranks differ."""
     seconds: Callable[[float, int, "Route"], float]
-    """Time for ``size_bytes`` among a number of GPUs over these links."""
+    """The time for ``size_bytes`` among a number of GPUs over these links."""
     source: str
     """Where the time formula comes from."""
     same_elements: bool = False
-    """Whether every rank must bring as many elements of the same type; shapes may differ."""
+    """Whether every rank must pass equally many elements of the same dtype; shapes may differ."""
 
 
 # Seconds
 
 
 class Route(NamedTuple):
-    """The links that a group's bytes cross: those of one GPU, inside its host and to others."""
+    """The links that a group's bytes cross: one GPU's links inside its host, and to other hosts."""
 
     latency_s: float
     bytes_per_s: float
-    hosts: int = 1  # over which the group is spread
-    fewest: int = 1  # of its GPUs, on one of several hosts
+    hosts: int = 1  # that the group spans
+    fewest: int = 1  # the smallest number of its GPUs on any of its hosts
     most: int = 1
     network_latency_s: float = 0.0
-    network_bytes_per_s: float = math.inf  # a GPU's part of its host's adapters
+    network_bytes_per_s: float = math.inf  # a GPU's share of its host's adapters
 
     @property
     def ring_bytes_per_s(self) -> float:
-        """What passes through each point of a ring of the group's GPUs, over all its channels."""
+        """The rate through each point of a ring of the group's GPUs, over all channels."""
         if self.hosts == 1:
             return self.bytes_per_s
         between = self.fewest * self.network_bytes_per_s
         return between if self.most == 1 else min(self.bytes_per_s, between)
 
     def steps_s(self, count: int) -> float:
-        """The latencies of once around a ring of ``count`` GPUs."""
+        """The total latency once around a ring of ``count`` GPUs."""
         between = self.hosts - 1
         return (count - 1 - between) * self.latency_s + between * self.network_latency_s
 
 
 def _all_reduce(size_bytes: float, count: int, route: Route) -> float:
-    """Over several hosts the quicker one of ring and tree; a barrier takes as long for one byte."""
+    """Over several hosts, the faster of ring and tree; a barrier takes as long as for one byte."""
     ring_s = _all_gather(size_bytes, count, route) + _reduce_scatter(size_bytes, count, route)
     return ring_s if route.hosts == 1 else min(ring_s, _tree(size_bytes, count, route))
 
 
 def _tree(size_bytes: float, count: int, route: Route) -> float:
-    """Sums go up a tree of hosts and come down again, a chain of GPUs inside each host.
+    """Sums go up a tree of hosts and come down again, along a chain of GPUs inside each host.
 
-    Its bytes pass twice, and 0.92 of a ring's bandwidth is NCCL's own estimate (tuning.cc).
+    The bytes pass twice; 0.92 of a ring's bandwidth is NCCL's own estimate (tuning.cc).
     """
     inside, levels = route.most - 1, math.ceil(math.log2(route.hosts))
     steps_s = 2 * (inside * route.latency_s + levels * route.network_latency_s)
@@ -101,7 +101,7 @@ _reduce_scatter = _all_gather  # the same steps, with a sum in each
 
 
 def _broadcast(size_bytes: float, count: int, route: Route) -> float:
-    """Small parts pass from GPU to GPU, so that all links are busy at once.
+    """Small parts are passed from GPU to GPU, so that all links are busy at once.
 
     The bytes take as long as over one link, and each of the n - 1 hops adds its latency.
     """
@@ -112,7 +112,7 @@ _reduce = _broadcast  # the same chain in the other direction, with a sum at eac
 
 
 def _all_to_all(size_bytes: float, count: int, route: Route) -> float:
-    """Every GPU sends 1/n of its bytes to each other one, to all of them at once."""
+    """Every GPU sends 1/n of its bytes to each of the others, all at once."""
     most = count if route.hosts == 1 else route.most
     inside_s = route.latency_s + (most - 1) / count * size_bytes / route.bytes_per_s
     if route.hosts == 1:
@@ -135,7 +135,7 @@ def _inputs(call: Call) -> int:
 
 
 def _gathered(call: Call) -> int:
-    """Parts may differ in size; a functional all-gather has no outputs before it has run."""
+    """Parts may differ in size; a functional all-gather has no outputs until it has run."""
     outputs = call.outputs if call.name == "all_gather" else []
     return size_bytes_of(outputs) or call.input_bytes * call.group.size()
 
@@ -153,7 +153,7 @@ def _one_byte(call: Call) -> int:
 
 
 def _ring_pass(count: int) -> float:
-    """Of n equal parts, all but one."""
+    """All but one of n equal parts."""
     return (count - 1) / count
 
 
@@ -166,7 +166,7 @@ _UNCHECKED: tuple[Check, ...] = ()
 
 
 def _functional(*names: str) -> dict[str, tuple[Check, ...]]:
-    """Functional collectives make their outputs, and copy what isn't contiguous."""
+    """Functional collectives create their outputs, and copy what isn't contiguous."""
     return {f"_c10d_functional::{name}": _UNCHECKED for name in names}
 
 
@@ -196,7 +196,7 @@ COLLECTIVES: dict[str, Collective] = {
         operators={
             "c10d::_reduce_scatter_base_": _WHOLE,
             "c10d::reduce_scatter_tensor_coalesced_": _WHOLE_COALESCED,
-            # The inputs are copied to one tensor that is contiguous.
+            # The inputs are copied into one contiguous tensor.
             "c10d::reduce_scatter_": (contiguous("output_tensors"), calls.list_of_parts),
             **_functional("reduce_scatter_tensor", "reduce_scatter_tensor_out"),
             **_functional("reduce_scatter_tensor_coalesced"),
@@ -210,7 +210,7 @@ COLLECTIVES: dict[str, Collective] = {
         operators={
             "c10d::_allgather_base_": _WHOLE,
             "c10d::allgather_into_tensor_coalesced_": _WHOLE_COALESCED,
-            # The outputs are copied from one tensor that is contiguous.
+            # The outputs are copied from one contiguous tensor.
             "c10d::allgather_": (contiguous("input_tensors"), calls.list_of_parts),
             "c10d::allgather_coalesced_": _UNCHECKED,
             **_functional("all_gather_into_tensor", "all_gather_into_tensor_out"),
@@ -287,7 +287,7 @@ COLLECTIVES: dict[str, Collective] = {
         seconds=_send,
         source=_POINT_TO_POINT,
     ),
-    "permute": Collective(  # no function of torch's: a step around a ring, of the simulator's
+    "permute": Collective(  # not a function of torch: the simulator's step around a ring
         operators={},
         size_bytes=_inputs,
         sent_share=lambda count: 1.0,
@@ -304,13 +304,13 @@ COLLECTIVES: dict[str, Collective] = {
 }
 
 NAMES = {operator: name for name, each in COLLECTIVES.items() for operator in each.operators}
-"""By the name of an operator, with its namespace: what torch.distributed calls the collective."""
+"""Maps an operator's name, with its namespace, to the collective's name in torch.distributed."""
 
 SAME_ELEMENTS = {name for name, each in COLLECTIVES.items() if each.same_elements}
 
 
 def read_call(func: Operator, args: Args, kwargs: Kwargs) -> Call:
-    """A call of one of the operators in ``NAMES``, with values or as shapes; nothing is checked."""
+    """A call of one of the operators in ``NAMES``, with values or as shapes; nothing is checked yet."""
     arguments = named_arguments(func, args, kwargs)
     return call_of(func._schema.name, arguments, calls.group_of(arguments))
 
@@ -322,16 +322,16 @@ def call_of(operator: str, arguments: Kwargs, group: dist.ProcessGroup) -> Call:
 
 
 def check(call: Call) -> None:
-    """ValueError, TypeError or RuntimeError for what the collective cannot do."""
+    """Raise ValueError, TypeError or RuntimeError for arguments that the collective can't handle."""
     calls.check_ranks(call)
     for check_arguments in COLLECTIVES[call.name].operators[call.operator]:
         check_arguments(call)
 
 
 def sent_bytes(name: str, size_bytes: float, count: int) -> float:
-    """What each of ``count`` ranks sends around a ring; for a broadcast, all but the last of a chain.
+    """The bytes that each of ``count`` ranks sends in a ring; in a broadcast, all but the chain's last.
 
-    NotImplementedError for collectives in which ranks send unequally much.
+    Raises NotImplementedError for collectives in which ranks send different amounts.
     """
     share = COLLECTIVES[name].sent_share
     if share is None:
@@ -339,7 +339,7 @@ def sent_bytes(name: str, size_bytes: float, count: int) -> float:
             other for other, each in COLLECTIVES.items() if each.sent_share and each.operators
         )
         raise NotImplementedError(
-            f"what a rank sends is counted for {', '.join(counted)}, and {name} is none of them"
+            f"what a rank sends is counted only for {', '.join(counted)}, not for {name}"
         )
     return share(count) * size_bytes
 
@@ -347,7 +347,7 @@ def sent_bytes(name: str, size_bytes: float, count: int) -> float:
 def seconds(name: str, size_bytes: float, count: int, route: Route) -> float:
     """Seconds of the collective ``name`` among ``count`` GPUs; 0 for a single one.
 
-    ValueError names the collectives there are.
+    Raises ValueError for an unknown name, with the list of collectives.
     """
     if name not in COLLECTIVES:
         raise ValueError(f"no collective {name!r}; there are {', '.join(COLLECTIVES)}")

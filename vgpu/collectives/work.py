@@ -1,7 +1,6 @@
-"""What a collective on virtual GPUs returns to wait for, and its future.
+"""The work that a collective on virtual GPUs returns, and its future.
 
-gloo works, or nothing at all does, where there are only shapes. In a recording, whoever waits also
-waits in virtual time.
+gloo does the work; with shapes, nothing does. In a recording, whoever waits also waits in virtual time.
 """
 
 import threading
@@ -22,7 +21,7 @@ from vgpu.time.program import Enqueued
 
 
 class Waiting:
-    """What waiting for a collective does: the current stream waits, or the host for a barrier."""
+    """What waiting for a collective does: the current stream waits or, for a barrier, the host."""
 
     def __init__(self, done: Enqueued | None, gpu: VirtualGPU, by_host: bool) -> None:
         self._done = done
@@ -37,7 +36,7 @@ class Waiting:
 
 
 class OwnMessage:
-    """One end of a message of a rank to itself: what gloo's work is to other messages."""
+    """One end of a rank's message to itself; the counterpart of gloo's work for other messages."""
 
     def __init__(self, call: Call, pending: list[Call]) -> None:
         self._call = call
@@ -51,7 +50,7 @@ class OwnMessage:
             call = self._call
             raise RuntimeError(
                 f"rank {call.peer} of the group waits for a {call.name} to or from itself that has no "
-                "other end: give the send and its receive to one dist.batch_isend_irecv"
+                "other end: pass the send and its receive to the same dist.batch_isend_irecv"
             )
 
     def _source_rank(self) -> int | None:
@@ -59,7 +58,7 @@ class OwnMessage:
 
 
 class Ending:
-    """When a collective has ended: gloo has carried the values, and virtual time has its end."""
+    """The end of a collective: gloo has carried the values, and its virtual time is known."""
 
     def __init__(
         self,
@@ -67,27 +66,27 @@ class Ending:
         gloos: dist.Work | OwnMessage | None = None,
         buffers: BorrowedBuffers | None = None,
     ) -> None:
-        """gloos: what carries the values; None if they are there, or if there are only shapes."""
+        """gloos: the work that carries the values; None if it's done, or if there are only shapes."""
         self._is_send = call.name == "send"
         self.outputs: Tensors = call.inputs if self._is_send else call.outputs
         self.gloos = gloos
         self.buffers = buffers or BorrowedBuffers(call.name)
         self.waiting: Callable[[], None] = lambda: None
-        """What whoever waits does in virtual time."""
+        """What waiting for it does in virtual time."""
         self._ended = gloos is None
         self._lock = threading.Lock()
         self._in_background: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta) -> bool:
-        """As ``Work.wait``; no timeout is the group's own."""
+        """As ``Work.wait``; without a timeout, the group's applies."""
         self.wait_for_values(timeout)
         self.waiting()
         if self._is_send:
-            self.outputs = []  # NCCL's work for a batch of messages lets go of them here, too
+            self.outputs = []  # NCCL's work for a batch of messages drops them here, too
         return True
 
     def wait_for_values(self, timeout: timedelta) -> None:
-        with self._lock:  # some of gloo's would copy the results again, whenever one waits again
+        with self._lock:  # some of gloo's would copy the results again at every wait
             if not self._ended and self.gloos is not None:
                 self.gloos.wait(timeout) if timeout else self.gloos.wait()
                 self._ended = True
@@ -96,7 +95,7 @@ class Ending:
         return self._ended or (self.gloos is not None and self.gloos.is_completed())
 
     def in_background(self) -> "torch.futures.Future[Any]":
-        """A thread waits for gloo: not all of its collectives say by themselves when they have ended."""
+        """Wait for gloo in a thread, since not all of its collectives signal when they have finished."""
         if self._in_background is None:
             future: torch.futures.Future[Any] = torch.futures.Future()
             self._in_background = future
@@ -116,7 +115,7 @@ class Ending:
 
 
 class _Future(torch.futures.Future[Any]):
-    """What a collective has written to, as NCCL's futures have it, once it has ended."""
+    """Once the collective has finished, holds what it wrote to, as NCCL's futures do."""
 
     def __init__(self, ending: Ending) -> None:
         super().__init__()
@@ -139,7 +138,7 @@ class _Future(torch.futures.Future[Any]):
         return outputs
 
     def value(self) -> Any:
-        return super().wait()  # where the work has been waited for, its thread may need a moment
+        return super().wait()  # if the work has been waited for, its thread may need a moment
 
     def then(self, callback: Callable[..., Any]) -> "torch.futures.Future[Any]":
         def then(done: "torch.futures.Future[Any]") -> Any:
@@ -150,7 +149,7 @@ class _Future(torch.futures.Future[Any]):
 
 
 class _PythonWork:
-    """What Python asks a work for, but for its wait."""
+    """The methods of a work that Python calls, except its wait."""
 
     _ending: Ending
 
@@ -176,8 +175,8 @@ class _PythonWork:
 class _Work(_PythonWork, PythonCallbackWork):
     """What an operator of c10d returns.
 
-    C++ may keep it, and wait, when its Python object is gone. If C++ asks it for a future, it gets one
-    of C++'s own, which ends once somebody waits.
+    C++ may keep it and wait after its Python object is gone. If C++ asks for a future, it gets a
+    C++ one, which completes once somebody waits.
     """
 
     def __init__(self, ending: Ending) -> None:
@@ -186,10 +185,11 @@ class _Work(_PythonWork, PythonCallbackWork):
 
 
 class _JoinWork(_PythonWork, dist.Work):
-    """An all-reduce over a group of DDP's outside of a backward pass.
+    """An all-reduce over one of DDP's groups outside of a backward pass.
 
-    In ``model.join()``, C++ asks for the future of those that a rank without data issues, drops the work,
-    and waits for the future; so it must be this class's, which C++ finds while the Python object lives.
+    In ``model.join()``, C++ asks for the futures of those that a rank without data issues, drops
+    the work, and waits for the future; so it must be this class's future, which C++ finds as long
+    as the Python object exists.
     """
 
     def __init__(self, ending: Ending) -> None:
@@ -213,12 +213,12 @@ def work_of(call: Call, ending: Ending) -> dist.Work:
 
 
 class _BucketWork(dist.Work):
-    """What DDP gets for a bucket: in C++, at the end of the backward pass, it waits for a future."""
+    """DDP's work for a bucket; at the end of the backward pass, C++ waits for its future."""
 
     def __init__(self, ending: Ending) -> None:
         super().__init__()
         self._ending = ending
-        # Until then it keeps itself: C++ calls Python only while the Python object lives.
+        # Until then, it keeps itself alive: C++ calls Python only while the Python object exists.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
@@ -230,6 +230,6 @@ class _BucketWork(dist.Work):
         return True
 
     def get_future(self) -> Any:
-        # A future of C++, whose value C++ can read; torch.futures.Future keeps Python's objects.
+        # A C++ future, whose value C++ can read; torch.futures.Future holds Python objects.
         self._ending.wait_for_values(timedelta())
         return torch._C.fork(lambda: self._ending.outputs)

@@ -1,9 +1,9 @@
 """What torch builds on virtual tensors and groups: DTensor, DDP, FSDP2, pipelines, symmetric memory.
 
-C++ must know tensors around virtual ones, such as DTensor and what a functional collective returns,
-under the device type whose queue autograd keeps (memory/gpus.py); Python shows the virtual device.
-Such a class is seen when its first tensor is made, or, where C++ makes it, when its module is
-imported: enabling virtual GPUs imports none of them.
+To C++, wrappers of virtual tensors, such as DTensors and the results of functional collectives,
+must be on the device type for which autograd has a queue (memory/gpus.py); Python shows the virtual
+device. Such a class is noticed when its first tensor is created or, if C++ creates it, when its
+module is imported: enabling virtual GPUs imports none of them.
 """
 
 import functools
@@ -76,7 +76,7 @@ def _device(tensor: torch.Tensor) -> torch.device:
 
 
 def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """``Tensor.to``; C++ compares devices there, so it must get the ones it knows."""
+    """``Tensor.to``, which compares devices in C++ and thus needs the C++ device."""
     if "device" in kwargs:
         kwargs["device"] = cpp_device(kwargs["device"])
     elif args:
@@ -101,9 +101,9 @@ def _show_device_of_dtensors(module: ModuleType, changes: Changes) -> None:
 
 
 def _read_offset(module: ModuleType, changes: Changes) -> None:
-    """DTensor moves a generator's offset between shards; ours is at the end of its state.
+    """DTensor sets a generator's offset for each shard; ours is at the end of its state.
 
-    torch reads the 16 bytes of CUDA's generator: a seed, then an offset.
+    torch reads 16 bytes, as in CUDA's generator: a seed, then an offset.
     """
 
     class PhiloxState(module._PhiloxState):  # type: ignore[name-defined]
@@ -127,11 +127,11 @@ def _read_offset(module: ModuleType, changes: Changes) -> None:
 # DistributedDataParallel
 
 ddp_groups: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
-"""Those over which a DistributedDataParallel adds up gradients; not their names, which come again."""
+"""Groups over which a DistributedDataParallel sums gradients; not their names, which are reused."""
 
 
 def _without_times(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """C++ times DDP's parts on the CPU and on CUDA only, and warns of any other device."""
+    """C++ times DDP's parts only on the CPU and on CUDA, and warns about any other device."""
 
     @functools.wraps(plain)
     def helper(ddp: Any, *args: Any, **kwargs: Any) -> None:
@@ -148,7 +148,7 @@ class _LoggerWithoutTimes:
         self._logger = logger
 
     def set_runtime_stats_and_log(self) -> None:
-        """Nothing: there are no times to log."""
+        """Do nothing: there are no times to log."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._logger, name)
@@ -166,11 +166,12 @@ def _without_votes(module: ModuleType, changes: Changes) -> None:
 
 
 def _as_a_fake_group(plain: Callable[..., None]) -> Callable[..., None]:
-    """Before its first step a schedule lets all stages vote, by an all-reduce of values, whether their
-    sizes are known (``input_args`` and ``output_args``), and warms up their connections.
+    """Before its first step, a schedule lets all stages vote, by an all-reduce of values, on
+    whether their sizes are known (``input_args`` and ``output_args``), and warms up their
+    connections.
 
-    With torch's own fake process group it skips both, and says which stage's sizes are missing.
-    Ranks that are absent have no vote either.
+    With torch's own fake process group, it skips both, and says which stage's sizes are missing.
+    Absent ranks can't vote, either.
     """
 
     @functools.wraps(plain)
@@ -200,9 +201,9 @@ def _divide_beside_sum(module: ModuleType, changes: Changes) -> None:
 
 
 def _without_premultiplied_sum(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """How FSDP2 averages; gloo has no sum of products, as ``set_gradient_divide_factor`` asks for.
+    """How FSDP2 averages; gloo lacks the premultiplied sum that ``set_gradient_divide_factor`` needs.
 
-    Then FSDP2 divides by itself and sums, as ``set_force_sum_reduction_for_comms`` makes it do.
+    FSDP2 then divides itself and sums, as with ``set_force_sum_reduction_for_comms``.
     """
 
     @functools.wraps(plain)
@@ -232,7 +233,7 @@ def _refuse_symmetric_memory(module: ModuleType, changes: Changes) -> None:
 
 
 def _refusing_virtual(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of symmetric memory, which gets a device or a tensor."""
+    """Wrap a function of symmetric memory, which takes a device or a tensor."""
 
     @functools.wraps(plain)
     def refusing(*args: Any, **kwargs: Any) -> Any:
@@ -241,7 +242,7 @@ def _refusing_virtual(plain: Callable[..., Any]) -> Callable[..., Any]:
             if is_virtual_device(device):
                 raise NotImplementedError(
                     f"{plain.__name__}() on {device}: symmetric memory needs GPUs that read each "
-                    "other's memory, and virtual GPUs of different ranks do not; use the "
+                    "other's memory, and virtual GPUs of different ranks can't; use the "
                     "collectives of torch.distributed, such as all_reduce"
                 )
         return plain(*args, **kwargs)

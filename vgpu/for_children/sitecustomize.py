@@ -1,8 +1,8 @@
-"""Runs every Python that a run starts as the run itself: with virtual GPUs.
+"""Gives every Python process that a run starts the run's virtual GPUs.
 
-Python imports this as it starts where this folder is in PYTHONPATH. Launchers such as torchrun and
-accelerate start their ranks as ``python script.py``: that becomes ``python -m vgpu [options] script.py``.
-It must not import torch, nor anything that takes time.
+Python imports this when it starts if this folder is in PYTHONPATH. Launchers such as torchrun and
+accelerate start their ranks as ``python script.py``, which becomes ``python -m vgpu [options]
+script.py``. It must not import torch, or anything else that takes time.
 """
 
 import importlib.machinery
@@ -11,20 +11,20 @@ import os
 import shlex
 import sys
 
-# What runs no program of the user's: multiprocessing's own processes, whose children get the virtual
-# GPUs with their preparation data; pytest-xdist's workers, where the plugin is; this package.
+# Processes that don't run a user's program: multiprocessing's own, whose children get the virtual
+# GPUs with their preparation data; pytest-xdist's workers, which have the plugin; this package.
 _COMMANDS = ("from multiprocessing", "import sys;exec(eval(sys.stdin.readline()))")
 _MODULES = ("vgpu", "pip", "ensurepip", "venv", "torch._inductor")
 
 
 def run_with_virtual_gpus() -> None:
-    """Become ``python -m vgpu ...`` where this Python runs a script, a module or a command."""
+    """Become ``python -m vgpu ...`` if this Python runs a script, a module or a command."""
     options = os.environ.get("VGPU_OPTIONS")
     flags, program = split(sys.orig_argv)
     if options is None or not program or not is_wanted(program):
         return
     command = [sys.executable, *flags, "-m", "vgpu", *shlex.split(options), *program]
-    if os.name == "nt":  # There exec does not keep the process.
+    if os.name == "nt":  # There, exec doesn't keep the process.
         import subprocess
 
         os._exit(subprocess.call(command))
@@ -34,7 +34,7 @@ def run_with_virtual_gpus() -> None:
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Python's own options, and the program: ``["-m", name, ...]``, ``["-c", text, ...]`` or a script.
 
-    The program is empty where Python reads it from its standard input.
+    The program is empty if Python reads it from standard input.
     """
     flags: list[str] = []
     rest = arguments[1:]
@@ -49,7 +49,7 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
             if first == "--check-hash-based-pycs" and rest:
                 flags.append(rest.pop(0))
             continue
-        # Letters may stand together: -um module, -Wignore, -W ignore.
+        # Letters may be combined: -um module, -Wignore, -W ignore.
         for at, letter in enumerate(first[1:], 1):
             if letter in "cm":
                 if at > 1:

@@ -1,4 +1,4 @@
-"""Functions of a notebook's cell on several processes with a process group: ``launch.run``."""
+"""Run functions from a notebook cell on several processes with a process group: ``launch.run``."""
 
 from vgpu.launch.failures import LaunchError, RankDied, RankRaised, RanksHung
 from vgpu.launch.forkserver import warm_up

@@ -1,8 +1,9 @@
-"""Where a rank is, looked up from inside it while its main thread is blocked.
+"""Where a rank is, found out from inside it while its main thread is blocked.
 
-It takes two sources. The Python stack of the rank's main thread says where it is now. PyTorch's
-flight recorder says which collectives it has started and not finished, those that run beside the
-program (``async_op=True``) or below it (DistributedDataParallel in ``backward``) included.
+There are two sources. The Python stack of the rank's main thread says where it is now. PyTorch's
+flight recorder says which collectives it has started and not finished, including those that run in
+the background (``async_op=True``) or that PyTorch calls itself (DistributedDataParallel in
+``backward``).
 """
 
 import linecache
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 RECORDER = {"TORCH_FR_BUFFER_SIZE": "1000", "TORCH_FR_CPP_STACK": "0"}
-"""Environment that turns the flight recorder on; it counts collectives per group."""
+"""Environment variables that turn on the flight recorder; it counts collectives per group."""
 
 _LAST_COLLECTIVES = 200
 _MAX_FRAMES = 100
@@ -36,7 +37,7 @@ _DDP = os.path.join(_TORCH, "nn", "parallel", "distributed.py")
 _FULLY_SHARD = os.path.join(_DISTRIBUTED, "fsdp", "_fully_shard") + os.sep
 
 _INSTALLED = {"site-packages", "dist-packages"}
-# torch is named because a build from source is imported from where it was built.
+# torch is listed because a build from source is imported from where it was built.
 _LIBRARIES = (
     *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")),
     Path(torch.__file__).resolve().parent,
@@ -46,7 +47,7 @@ _LIBRARIES = (
 
 @dataclass(frozen=True)
 class CallSite:
-    """A line of the user's own code."""
+    """A line of the user's code."""
 
     filename: str
     line: int
@@ -55,10 +56,10 @@ class CallSite:
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """One collective as one rank's flight recorder has it."""
+    """A collective, as one rank's flight recorder has it."""
 
     group: str
-    """Name of the group and backend: in a group of two backends each counts by itself."""
+    """Name of the group and backend: in a group with two backends, each counts its own."""
     number: int
     """Its number among the collectives of the group, from 1: the same on every rank."""
     name: str
@@ -66,12 +67,12 @@ class CollectiveRecord:
     tensors: str
     """Sizes and dtypes of the rank's inputs."""
     numels: tuple[tuple[int, str], ...]
-    """For each of these tensors its number of elements and its dtype."""
+    """The number of elements and the dtype of each of these tensors."""
     finished: bool
 
 
 class Message(NamedTuple):
-    """Whatever one rank sends to another in a group under one tag; ranks are global."""
+    """The messages that one rank sends to another in a group under one tag; ranks are global."""
 
     group: str
     source: int
@@ -90,28 +91,28 @@ class RankState:
     call: str = ""
     """The function of torch.distributed, or the part of DDP or autograd, that the rank is in."""
     waits: bool = False
-    """Whether the rank's main thread is where it can only wait for other ranks."""
+    """Whether the rank's main thread can do nothing but wait for other ranks."""
     collectives: list[CollectiveRecord] = field(default_factory=list)
-    """What it has started lately, oldest first."""
+    """Collectives that it started recently, oldest first."""
     members: dict[str, list[int]] = field(default_factory=dict)
     """The ranks of each group that it belongs to."""
     timeouts_s: dict[str, float] = field(default_factory=dict)
-    """When a collective of each group times out by itself, with an error."""
+    """When each group's collectives time out on their own, with an error."""
     sent: Counter[Message] = field(default_factory=Counter)
-    """How many sends it has begun; the flight recorder has no messages of gloo's."""
+    """How many sends it has started; the flight recorder doesn't have gloo's messages."""
     received: Counter[Message] = field(default_factory=Counter)
     message: Message | None = None
-    """What it waits for in a send or recv that blocks."""
+    """What it waits for in a blocking send or recv."""
     groups_made: int = 0
     new_group: list[int] = field(default_factory=list)
-    """The ranks of the group that it is about to make in new_group, which waits for all of them."""
+    """The ranks of the group that it's creating in new_group, which waits for all of them."""
 
     @property
     def unfinished(self) -> list[CollectiveRecord]:
         return [c for c in self.collectives if not c.finished]
 
     def last_number(self, group: str) -> int:
-        """The number of the last collective that it has started in a group."""
+        """The number of the last collective that it started in a group."""
         return max((c.number for c in self.collectives if c.group == group), default=0)
 
 
@@ -131,7 +132,7 @@ def count_messages() -> None:
         _last_message = Message(str(group.group_name), ranks[source], ranks[target], tag)
         counter[_last_message] += 1
 
-    # The parameters are named as torch's own are.
+    # The parameters have the same names as torch's.
     def send(group: Any, tensors: Any, dstRank: int, tag: int) -> Any:
         work = plain_send(group, tensors, dstRank, tag)
         count(_sent, group, group.rank(), dstRank, tag)
@@ -175,20 +176,20 @@ def rank_state(thread: int, stage: str) -> RankState:
     return state
 
 
-# To look at a rank asks this of thousands of frames, and each answer walks through folders.
+# Looking at a rank calls this for thousands of frames, and each call searches folders.
 @cache
 def is_library(filename: str) -> bool:
     """Whether a frame's file belongs to Python, to an installed package or to vgpu."""
     if filename.startswith("<"):
-        return filename.startswith("<frozen")  # any other is code that was typed in
+        return filename.startswith("<frozen")  # any other name is code that was typed in
     path = Path(filename).resolve()
     return not _INSTALLED.isdisjoint(path.parts) or any(map(path.is_relative_to, _LIBRARIES))
 
 
 def user_call_site(frames: Iterable[tuple[str, int]]) -> CallSite | None:
-    """The line of the user's that is running, given (file, line) of each frame, innermost first.
+    """The user's line that is running, given (file, line) of each frame, innermost first.
 
-    The innermost line of a notebook's cell; without cells, of a file that is no library's.
+    It's the innermost line in a notebook cell or, without cells, in a file outside of libraries.
     """
     own = [frame for frame in frames if not is_library(frame[0])]
     cells = [frame for frame in own if _is_cell(frame[0])]
@@ -199,7 +200,7 @@ def user_call_site(frames: Iterable[tuple[str, int]]) -> CallSite | None:
 
 @cache
 def _is_cell(filename: str) -> bool:
-    # <string> is what python -c runs: it starts a program, and calls its files.
+    # <string> is what python -c runs: it starts a program and calls into its files.
     return filename != "<string>" and not os.path.isfile(filename)
 
 
@@ -213,16 +214,16 @@ _FRAME_OF = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
 
 
 def _stack(thread: int) -> list[_Frame]:
-    """What a thread has called, innermost first, at most 100 frames.
+    """A thread's stack, innermost first, at most 100 frames.
 
-    Whoever holds a frame object keeps the function's variables alive after it has returned: tensors
-    would be freed late, and the rank's peak memory would depend on when the parent asked. So all of
-    it happens within one call of C code, during which the thread cannot go on.
+    Holding a frame object keeps the function's variables alive after it has returned: tensors would
+    be freed late, and the rank's peak memory would depend on when the parent asked. So everything
+    happens in a single call into C, during which the thread can't continue.
     """
     frames: list[tuple[str, int, str]] = []
     innermost = map(itemgetter(thread), starmap(sys._current_frames, [()]))
     outwards = accumulate(chain(innermost, repeat("f_back", _MAX_FRAMES - 1)), getattr)
-    with suppress(AttributeError, KeyError):  # None has no f_back; or the thread has ended
+    with suppress(AttributeError, KeyError):  # None has no f_back; or the thread has exited
         frames.extend(map(_FRAME_OF, outwards))
     return [_Frame(*frame) for frame in frames]
 
@@ -230,9 +231,9 @@ def _stack(thread: int) -> list[_Frame]:
 def _outermost_call(
     stack: list[_Frame], call_site: CallSite | None, thread: int
 ) -> tuple[str, bool]:
-    """What the user's line has called, and whether that is a function of torch.distributed.
+    """What the user's line called, and whether that is a function of torch.distributed.
 
-    It is the outermost function below that line which may have to wait for other ranks.
+    It's the outermost function called from that line that may have to wait for other ranks.
     """
     call, is_distributed = "", False
     for filename, line, function in stack:
@@ -273,7 +274,7 @@ def _peer(function: str, thread: int) -> str:
 
 
 def _variables(function: str, thread: int) -> dict[str, Any]:
-    """Those of a function that a thread is in; none if it has ended meanwhile."""
+    """The variables of a function that a thread is in; empty if it has exited in the meantime."""
     frame = sys._current_frames().get(thread)
     while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back
@@ -281,7 +282,7 @@ def _variables(function: str, thread: int) -> dict[str, Any]:
 
 
 def _flight_records() -> list[CollectiveRecord]:
-    """What the flight recorder has, oldest first; nothing if this torch has none for gloo."""
+    """The flight recorder's entries, oldest first; empty if this torch has no recorder for gloo."""
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
         dump: Callable[[], bytes] | None = getattr(torch._C._distributed_c10d, name, None)

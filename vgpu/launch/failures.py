@@ -1,4 +1,4 @@
-"""What ``launch.run`` raises when it has no results: which rank, what went wrong, and where."""
+"""What ``launch.run`` raises if there are no results: which rank failed, where, and why."""
 
 import os
 import pickle
@@ -20,7 +20,7 @@ from vgpu.units import format_bytes, format_seconds
 
 RETURN_WHAT = "Return tensors, numbers, figures, state_dicts or model.module."
 
-# What gloo and NCCL say on a rank that has lost its peer: the failure to report is the peer's.
+# What gloo and NCCL say on a rank that lost its peer: the failure to report is the peer's.
 _LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Connection refused"
 )
@@ -32,14 +32,14 @@ class LaunchError(RuntimeError):
 
 
 class RankRaised(LaunchError):
-    """A rank raised an exception, left through ``sys.exit``, or returned what cannot be sent.
+    """A rank raised an exception, called ``sys.exit``, or returned something that can't be sent.
 
-    ``__cause__`` is the rank's own exception if that can be pickled.
+    ``__cause__`` is the rank's own exception, if it can be pickled.
     """
 
 
 class RankDied(LaunchError):
-    """A rank's process ended without an exception: by a signal or with an exit code."""
+    """A rank's process ended without an exception: by a signal, or with an exit code."""
 
 
 class RanksHung(LaunchError):
@@ -52,17 +52,17 @@ def has_failed(rank: RankProcess) -> bool:
 
 
 def has_lost_peer(rank: RankProcess) -> bool:
-    """Whether a rank failed only because it lost another one."""
+    """Whether a rank failed only because it lost another rank."""
     failure = rank.outcome
     return isinstance(failure, Failure) and bool(_LOST_PEER.search(failure.summary))
 
 
 def failure_error(ranks: Sequence[RankProcess], scratch: Path) -> LaunchError:
-    """The error for the rank that failed first and by itself."""
+    """The error for the rank that failed first and on its own."""
     failed = sorted(filter(has_failed, ranks), key=lambda r: (has_lost_peer(r), _failed_ns(r)))
     if failed[0].died:
         return _died(failed[0], ranks, scratch)
-    # If several ranks raised the same, which one was first is chance: report the lowest.
+    # If several ranks raised the same error, which one came first is chance: report the lowest.
     same = [r for r in failed if _summary(r) == _summary(failed[0])]
     first = min(same, key=lambda r: r.rank)
     others = [r for r in failed if r is not first]
@@ -73,7 +73,7 @@ def failure_error(ranks: Sequence[RankProcess], scratch: Path) -> LaunchError:
 def hang_error(
     ranks: Sequence[RankProcess], states: Sequence[RankState | None], time_s: float, certain: bool
 ) -> RanksHung:
-    """The error for ranks that did not return; ``certain`` if they never would have."""
+    """The error for ranks that didn't return; ``certain`` if they never would have."""
     late = [rank for rank in ranks if not isinstance(rank.outcome, Result)]
     never = " and never would have" if certain else ""
     return RanksHung(
@@ -83,7 +83,7 @@ def hang_error(
 
 
 def name_file(filename: str) -> str:
-    """A cell by the name that the notebook gives it, such as "Cell In[3]"; else the file's name."""
+    """The notebook's name for a cell, such as "Cell In[3]"; otherwise the file's name."""
     return _cell_name(filename) or os.path.basename(filename)
 
 
@@ -106,10 +106,11 @@ def _raised(number: int, failure: Failure, others: list[RankProcess], world: int
     rank = f"rank {number} of {world}"
     text = {
         "raised": f"{rank} raised {failure.summary}",
-        "exited": f"{rank} left through sys.exit before it returned: {failure.summary}",
-        "unreadable": f"{rank} could not rebuild the function that was sent: {failure.summary}",
+        "exited": f"{rank} called sys.exit before it returned: {failure.summary}",
+        "unreadable": f"{rank} couldn't rebuild the function that was sent to it: {failure.summary}",
         "unsendable": (
-            f"{rank} returned what cannot be sent back through a file in {tempfile.gettempdir()}: "
+            f"{rank} returned something that can't be sent back through a file in "
+            f"{tempfile.gettempdir()}: "
             f"{failure.summary}. {RETURN_WHAT}"
         ),
     }[failure.kind]
@@ -125,7 +126,7 @@ def _raised(number: int, failure: Failure, others: list[RankProcess], world: int
     trace = "" if failure.kind == "unsendable" else _name_cells(failure.traceback)
     error = RankRaised("\n\n".join(filter(None, [text, trace, "\n".join(notes)])))
     if failure.exception is not None:
-        with suppress(Exception):  # it can be rebuilt in the rank but not here; its text is above
+        with suppress(Exception):  # this process may not be able to rebuild it; its text is above
             error.__cause__ = pickle.loads(failure.exception)
     return error
 
@@ -147,24 +148,24 @@ def _died(rank: RankProcess, ranks: Sequence[RankProcess], scratch: Path) -> Ran
     name = f"rank {rank.rank} of {world}"
     if code is not None and code < 0:
         known = {number.value: number.name for number in signal.Signals}
-        text = f"{name} was ended by the signal {known.get(-code, -code)}."
+        text = f"{name} was killed by signal {known.get(-code, -code)}."
     else:
-        text = f"{name} ended with exit code {code} before it returned (os._exit, or C code)."
+        text = f"{name} exited with code {code} before it returned (os._exit, or C code)."
     if code == -getattr(signal, "SIGKILL", 9):
         text += (
             f" The system does this when memory runs out: {world} ranks hold {world} copies of "
-            f"everything they use, and {format_bytes(psutil.virtual_memory().available)} of this "
-            "machine are free now. Try fewer ranks or less data."
+            f"everything they use, and this machine now has "
+            f"{format_bytes(psutil.virtual_memory().available)} free. Try fewer ranks or less data."
         )
     elif code in (-getattr(signal, "SIGSEGV", 11), -getattr(signal, "SIGBUS", 7)):
-        text += " C code read or wrote memory that is not its own; /dev/shm may also be full."
+        text += " C code accessed memory that it doesn't own, or /dev/shm is full."
     text += _crash_line(crash_path(scratch, rank.rank))
     text = "\n".join([text, *hangs.mismatches([each.state for each in ranks])])
     return RankDied(text + "\nThe other ranks were stopped." if world > 1 else text)
 
 
 def _crash_line(path: Path) -> str:
-    """The user's line in what faulthandler wrote when the process crashed."""
+    """The user's line, from what faulthandler wrote when the process crashed."""
     text = path.read_text(errors="replace") if path.exists() else ""
     _, _, current = text.partition("Current thread")
     frames = [(name, int(line)) for name, line in _FRAME.findall(current.partition("\n\n")[0])]

@@ -83,8 +83,8 @@ def _spawn(path: str, arguments: list[str], passed: list[int]) -> int:
     empty. The tracker ignores SIGTERM, and a dead forkserver stays a zombie of the kernel, so each
     shutdown took 2.5 s. Both end by themselves when their parent does.
     """
-    # Importing makes millions of objects, none of them garbage: to search them takes a fifth of
-    # the time. vgpu.launch.rank, the last import, turns the search on again.
+    # Importing creates millions of objects, none of them garbage: searching them would take a fifth
+    # of the time. vgpu.launch.rank, the last import, turns the garbage collector back on.
     *options, code = arguments
     inherited = [fd for fd in passed if not os.get_inheritable(fd)]
     for fd in inherited:

@@ -1,4 +1,4 @@
-"""A guard process that kills all descendants of a process when that ends.
+"""A guard process that kills all of a process's descendants when it exits.
 
 A daemon starts its own session and forks twice: then it's in no process group or list of children of ours,
 and as an orphan it's reparented to init. Linux lets a process adopt such orphans (PR_SET_CHILD_SUBREAPER,
@@ -28,7 +28,7 @@ GRACE_S = 0.5
 
 _SUBREAPER, _SIGNAL_ON_PARENTS_DEATH = 36, 1  # linux/prctl.h
 _NOTICED = (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM) if sys.platform == "linux" else ()
-# Far more than any of them takes, unless a driver or a network disk holds it.
+# Far longer than any of them takes, unless a driver or a network disk holds it up.
 _END_S = 5.0
 
 
@@ -72,7 +72,7 @@ def end(pid: int) -> None:
 
 def _kill(processes: list[psutil.Process]) -> None:
     for process in processes:
-        with suppress(psutil.Error):  # it has just ended, or belongs to another user
+        with suppress(psutil.Error):  # it has just exited, or belongs to another user
             process.kill()
 
 
@@ -117,7 +117,7 @@ def _end_as(status: int) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
         with suppress(OSError):
-            signal.signal(number, signal.SIG_DFL)  # SIGKILL needs no such thing
+            signal.signal(number, signal.SIG_DFL)  # SIGKILL doesn't need this
         os.kill(os.getpid(), number)
     os._exit(os.waitstatus_to_exitcode(status))
 

@@ -13,7 +13,7 @@ STOPPED = "is stopped"
 def explain(states: Sequence[RankState | None], name_file: Callable[[str], str]) -> str:
     """One line for each rank, then which collectives wait for whom.
 
-    A rank without a state did not answer. ``name_file`` turns a file name into what the reader
+    A rank without a state didn't answer. ``name_file`` turns a file name into one that the reader
     knows, such as "Cell In[3]".
     """
     lines = [f"rank {rank} {_describe(state, name_file)}" for rank, state in enumerate(states)]
@@ -119,11 +119,11 @@ def _times_out_in_s(state: RankState) -> float:
 
 def _describe(state: RankState | None, name_file: Callable[[str], str]) -> str:
     if state is None:
-        return "did not answer: it is stopped, or in C code that lets no other thread run"
+        return "did not answer: it is stopped, or in C code that holds Python's lock"
     if state.stage == STOPPED:
-        return "is stopped, as by the signal SIGSTOP"
+        return "is stopped, for example by SIGSTOP"
     if state.stage == "is starting":
-        return "is starting: it waits until every rank has joined the process group"
+        return "is starting: it's waiting until every rank has joined the process group"
     if state.stage == "has returned":
         return "has returned from the function"
     here = at(state.call_site, name_file)
@@ -161,11 +161,11 @@ def _explain_collectives(states: Sequence[RankState | None]) -> list[str]:
             came = [r for r, s in enumerate(states) if s and s.new_group == state.new_group]
             line = (
                 f"new_group({state.new_group}): {ranks_text(came)} came, {ranks_text(absentees)} "
-                "never came; every rank must call it, members or not."
+                "never came; every rank must call it, whether or not it is a member."
             )
             lines.extend([] if line in lines else [line])
     if not any(s is None or s.waits or s.stage in ("is starting", STOPPED) for s in states):
-        lines.append("No rank waits for another: they may just need more time (timeout_s).")
+        lines.append("No rank is waiting for another: they may just need more time (timeout_s).")
     return lines
 
 

@@ -1,11 +1,11 @@
-"""Run a function that was defined in a notebook cell on several processes with a process group.
+"""Run a function defined in a notebook cell on several processes that form a process group.
 
 def hello(rank, world_size):
     print("hello from rank", rank)
     return rank
 
 launch.run(hello, 4)                # [0, 1, 2, 3]
-launch.run(hello, 4, gpu="V100")    # each rank with a GPU of its own, real or virtual
+launch.run(hello, 4, gpu="V100")    # each rank has its own GPU, real or virtual
 """
 
 import linecache
@@ -32,19 +32,19 @@ from vgpu.launch.processes import RankProcess, RankProcesses
 from vgpu.launch.rank import Job, dumps_call, inside_rank, result_path
 
 RANKS_PER_CORE = 16
-"""With more processes on a core they mostly wait for one another and fill the memory."""
+"""With more processes per core, they mostly wait for each other and fill up memory."""
 
 START_LIMIT_S = 180.0
-"""For all ranks to join the process group; a kernel's first run imports torch for them."""
+"""Limit for all ranks to join the process group; a kernel's first run imports torch for them."""
 
 FIRST_LOOK_S = 0.5
 """When the ranks are first checked for a deadlock; the time between checks doubles."""
 
 RELEASE_LIMIT_S = 10.0
-"""For a rank's process to end once every function has returned."""
+"""Limit for the ranks' processes to exit once every function has returned."""
 
 SHORT_LIMIT_S = 300.0
-"""A group that times out sooner than this, and before the run does, raises an error of its own."""
+"""A group whose timeout is shorter than this, and than the run's, raises its own error."""
 
 
 def run(
@@ -56,26 +56,27 @@ def run(
     gpu: str | vgpu.GPUSpec | None = None,
     memory_bytes: int | None = None,
 ) -> list[Any]:
-    """Call ``function(rank, world_size, *args)`` on ``nprocs`` processes; their results, by rank.
+    """Call ``function(rank, world_size, *args)`` on ``nprocs`` processes; return their results.
 
-    The function may come from a cell, with whatever it refers to; it is pickled by value, as are its
-    arguments and results. Every rank finds the default process group ready (gloo on CPUs; gloo
-    and NCCL if each rank has a GPU of its own), the environment variables that torchrun sets,
-    and its share of the machine's cores as threads.
+    Results are in order of rank. The function may be defined in a cell, as may anything it refers
+    to; it's pickled by value, as are its arguments and results. On every rank, the default process
+    group is ready (gloo on CPUs; gloo and NCCL if each rank has its own GPU), the environment
+    variables that torchrun sets are set, and the number of threads is the rank's share of the
+    machine's cores.
 
-    With ``gpu``, a preset or a GPUSpec, each rank has a GPU: a real one where the machine has enough
-    of them and VGPU_DEVICES is not "vgpu", else a virtual one of that kind, with ``memory_bytes``
-    in place of the kind's own. It is the rank's current device,
-    ``torch.device(torch.accelerator.current_accelerator().type, rank)``; its collectives run over
-    NCCL, or virtually over gloo.
+    With ``gpu``, a preset or a GPUSpec, each rank has a GPU: a real one if the machine has enough
+    of them and VGPU_DEVICES is not "vgpu", otherwise a virtual one of that model, whose memory
+    ``memory_bytes`` overrides. It is the rank's current device,
+    ``torch.device(torch.accelerator.current_accelerator().type, rank)``; collectives run over NCCL
+    or, for virtual GPUs, over gloo.
 
     ``output="live"`` shows what the ranks print as they print it, in order of time; ``"by rank"``
-    shows it once all have ended, one rank after another. ``timeout_s`` limits the whole run; None
-    sets no limit.
+    shows it at the end, one rank after another. ``timeout_s`` limits the whole run; None means no
+    limit.
 
-    Raises RankRaised, RankDied or RanksHung (all of them LaunchError) when a rank does not return;
-    TypeError or ValueError for arguments that cannot work. No process outlives the call; outside
-    Linux, one that a rank has started in a session of its own does.
+    Raises RankRaised, RankDied or RanksHung (all of them LaunchError) if a rank doesn't return, and
+    TypeError or ValueError for arguments that can't work. No process outlives the call, except, on
+    systems other than Linux, one that a rank started in a separate session.
     """
     __tracebackhide__ = True
     _check(function, nprocs, args, timeout_s, output)
@@ -92,7 +93,7 @@ def run(
             print(f"Stopped. Where the ranks were:\n{where}")
             raise KeyboardInterrupt from None
         except LaunchError as error:
-            # Further frames are the launcher's own; a user has no use for them.
+            # The remaining frames are the launcher's own; users have no use for them.
             raise error.with_traceback(None) from error.__cause__
         results = [_result(rank, processes.scratch) for rank in range(nprocs)]
         processes.release(RELEASE_LIMIT_S)
@@ -102,7 +103,7 @@ def run(
 def _follow(
     processes: RankProcesses, limit_s: float | None, arrived: Callable[[RankProcess], bool]
 ) -> None:
-    """Listen until every rank has arrived; raise its failure, or RanksHung when time is up."""
+    """Listen until every rank has arrived; raise its failure, or RanksHung when the time is up."""
     began_s = time.monotonic()
     deadline_s = float("inf") if limit_s is None else began_s + limit_s
     look_s = began_s + FIRST_LOOK_S
@@ -114,14 +115,15 @@ def _follow(
         if now_s < min(deadline_s, look_s):
             continue
         states = processes.ask_states(time_s=2)
-        _raise_failure(processes)  # of one that failed before it could answer
+        _raise_failure(processes)  # of a rank that failed before it could answer
         before, progress = progress, hangs.progress(states)
         patience_s = min(deadline_s - now_s, SHORT_LIMIT_S)
         certain = progress == before and hangs.is_deadlock(states, patience_s)
         if certain or now_s >= deadline_s:
             time_s = min(round(now_s - began_s, 1), deadline_s - began_s)
             raise failures.hang_error(processes.ranks, states, time_s, certain)
-        # A check costs the ranks a little, and the longer they have run, the less urgent it is.
+        # A check costs the ranks a little time, and the longer they have run, the less urgent it
+        # is.
         look_s = now_s + (now_s - began_s)
 
 
@@ -134,7 +136,7 @@ def _raise_failure(processes: RankProcesses) -> None:
     while time.monotonic() < until_s:
         processes.listen(until_s)
         if all(map(failures.has_lost_peer, filter(failures.has_failed, processes.ranks))):
-            # They have lost a rank whose own end has yet to be noticed.
+            # They lost a rank whose own death hasn't been noticed yet.
             until_s = min(time.monotonic() + 0.2, began_s + 5)
     if any(rank.died for rank in processes.ranks):
         processes.ask_states(time_s=1)
@@ -147,7 +149,7 @@ def _result(rank: int, scratch: Path) -> Any:
             return pickle.load(file)
     except Exception as error:
         raise LaunchError(
-            f"the result of rank {rank} was sent, but cannot be rebuilt here "
+            f"the result of rank {rank} was sent, but can't be rebuilt here "
             f"({type(error).__name__}: {str(error).rstrip('.')}). {failures.RETURN_WHAT}"
         ) from error
 
@@ -159,7 +161,8 @@ def _check(
         raise LaunchError("launch.run was called inside a rank of another launch.run.")
     if not callable(function):
         raise TypeError(
-            f"launch.run takes a function first, as in launch.run(train, 2); found {function!r}."
+            "launch.run's first argument must be a function, as in launch.run(train, 2); "
+            f"found {function!r}."
         )
     if not isinstance(nprocs, int) or isinstance(nprocs, bool):
         kind = type(nprocs).__name__
@@ -169,8 +172,8 @@ def _check(
         raise ValueError(f"launch.run needs at least 1 rank; found {nprocs}.")
     if nprocs > most:
         raise ValueError(
-            f"{nprocs} ranks are too many for {cores()} cores: every rank is a process of its own "
-            f"with its own memory. Use at most {most} here ({RANKS_PER_CORE} for each core)."
+            f"{nprocs} ranks are too many for {cores()} cores: every rank is a process "
+            f"with its own memory. Use at most {most} here ({RANKS_PER_CORE} per core)."
         )
     if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
         raise ValueError(f"timeout_s must be a positive number of seconds; found {timeout_s!r}.")
@@ -186,7 +189,7 @@ def _check(
         name = getattr(function, "__name__", repr(function))
         call = ", ".join(["rank", "world_size", *(f"argument {i + 1}" for i in range(len(args)))])
         raise TypeError(
-            f"launch.run calls {name}({call}), and {name}{parameters} cannot be called like that: "
+            f"launch.run calls {name}({call}), and {name}{parameters} can't be called like that: "
             f"{error}."
         ) from None
 
@@ -194,11 +197,11 @@ def _check(
 def _virtual_gpus(
     nprocs: int, gpu: str | vgpu.GPUSpec | None, memory_bytes: int | None
 ) -> tuple[vgpu.GPUSpec, int] | None:
-    """The kind and bytes of each rank's virtual GPU; None where it has a real one, or none."""
+    """The model and memory of each rank's virtual GPU; None if ranks have real GPUs, or none."""
     if gpu is None:
         if memory_bytes is not None:
             raise ValueError(
-                "memory_bytes is of each rank's virtual GPU: name its kind too, as in "
+                "memory_bytes is the memory of each rank's virtual GPU: also name its model, as in "
                 'launch.run(train, 4, gpu="V100", memory_bytes=2**30).'
             )
         return None
@@ -222,7 +225,7 @@ def _jobs(
         # A figure drawn in a rank is shown by the notebook, not by the rank.
         "MPLBACKEND": "agg",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),  # for scripts that meet there; we meet in a file
+        "MASTER_PORT": str(free_port()),  # for the user's code; the launcher uses a file
         "OMP_NUM_THREADS": str(threads),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
@@ -232,7 +235,7 @@ def _jobs(
     defaults = dict(call_sites.RECORDER)
     if interface := loopback():
         defaults["GLOO_SOCKET_IFNAME"] = interface  # all ranks are on this machine
-    # Another thread may be starting the forkserver: what is meant for that must not reach a rank.
+    # Another thread may be starting the forkserver: its variable must not reach a rank.
     inherited = {name: value for name, value in os.environ.items() if name != SOCKETS_FOLDER}
     # The source of a cell is only in linecache, in entries without a modification time.
     sources = {n: e for n, e in linecache.cache.items() if len(e) == 4 and e[1] is None}
@@ -255,7 +258,7 @@ def _jobs(
 
 
 def cores() -> int:
-    """Cores that this process may use; a scheduler or a container can limit them."""
+    """The number of cores that this process may use, which a scheduler or container can limit."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -267,19 +270,19 @@ def threads_per_rank(ranks: int) -> int:
 
 
 def real_gpus_for(ranks: int) -> bool:
-    """Whether each of so many ranks can have a real GPU of its own, with NCCL between them."""
+    """Whether each of ``ranks`` ranks can have its own real GPU, with NCCL between them."""
     return dist.is_nccl_available() and torch.cuda.device_count() >= ranks
 
 
 def backend(device_type: str) -> str:
-    """What ``init_process_group`` takes for ranks whose tensors are on such devices."""
+    """The backend for ``init_process_group`` of ranks whose tensors are on that type of device."""
     return {"cuda": "cpu:gloo,cuda:nccl", "vgpu": "cpu:gloo,vgpu:vccl"}.get(device_type, "gloo")
 
 
 def loopback() -> str | None:
-    """The network interface on which this machine talks to itself; None if it has no name.
+    """The machine's loopback network interface; None if it has no name.
 
-    Ranks of one machine use it (GLOO_SOCKET_IFNAME). Otherwise gloo looks up the machine's own
+    Ranks on one machine use it (GLOO_SOCKET_IFNAME). Otherwise gloo looks up the machine's own
     name, which fails on some machines.
     """
     interfaces = socket.if_nameindex() if hasattr(socket, "if_nameindex") else []
@@ -287,17 +290,19 @@ def loopback() -> str | None:
 
 
 def free_port() -> int:
-    """A port for ranks to meet at: free now, and none that systems give to others by themselves.
+    """A rendezvous port for ranks: free now, and outside the range that systems assign
+    automatically.
 
-    Whoever asks for any port gets one above 32767 on Linux, above 49151 elsewhere. One of those may
-    be gone before the ranks have started. Raises OSError if none of 100 is free.
+    A program that asks for any free port gets one above 32767 on Linux and above 49151 elsewhere,
+    so one of those might be taken before the ranks have started. Raises OSError if none of 100
+    ports is free.
     """
-    ports = random.SystemRandom().sample(range(20_000, 30_000), 100)  # no seed of the user's
+    ports = random.SystemRandom().sample(range(20_000, 30_000), 100)  # ignores the user's seed
     for port in ports:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
     raise OSError(
-        "found no free port for the ranks: 100 between 20000 and 29999 are all taken. "
-        "Name one yourself, with --master-port or --rdzv-endpoint."
+        "found no free port for the ranks: tried 100 between 20000 and 29999. "
+        "Choose one yourself, with --master-port or --rdzv-endpoint."
     )

@@ -1,4 +1,4 @@
-"""The output of ranks: time-stamped by the ranks, and merged in that order by the parent.
+"""The ranks' output: time-stamped by the ranks, and merged in that order by the parent.
 
 Each rank writes to its own pipe. Reading several pipes loses the order in which things were printed, so the
 output of ranks that print in turn, with a barrier in between, would be shuffled. Therefore every piece of
@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 MAX_OUTPUT_CHARACTERS = 1_000_000
-"""How much one rank can print in one run; the rest is dropped, to keep the notebook usable."""
+"""How much each rank can print in one run; the rest is dropped, to keep the notebook usable."""
 
 _MARK = re.compile(rb"\0(\d+)([oe])\0")
 _LONGEST_MARK = 32

@@ -1,4 +1,4 @@
-"""The processes of one run: started, listened to, and ended whatever happens."""
+"""The processes of one run: starts them, listens to them, and ends them whatever happens."""
 
 import os
 import shutil
@@ -23,14 +23,14 @@ from vgpu.launch.output import RankOutput
 from vgpu.launch.rank import Failure, Job, Joined, Result, function_path, main
 
 END_LIMIT_S = 10.0
-"""How long a rank, and all that it has started, may take to end."""
+"""How long a rank and everything it started may take to exit."""
 
 _PIPE_BYTES = 1 << 16
 
 
 @dataclass
 class RankProcess:
-    """One rank as its parent knows it."""
+    """One rank, as its parent sees it."""
 
     rank: int
     process: Any
@@ -40,9 +40,9 @@ class RankProcess:
     outcome: Result | Failure | None = None
     state: RankState | None = None
     ended_ns: int | None = None
-    """When its process was seen to have ended."""
+    """When its process was found to have exited."""
     exit_code: int | None = None
-    """As in multiprocessing: the negative number of the signal if one ended the process."""
+    """As in multiprocessing: negative if a signal ended the process."""
 
     @property
     def died(self) -> bool:
@@ -55,7 +55,7 @@ class RankProcess:
             return False
         try:
             return psutil.Process(self.joined.pid).status() == psutil.STATUS_STOPPED
-        except psutil.NoSuchProcess:  # it has ended meanwhile
+        except psutil.NoSuchProcess:  # it has exited in the meantime
             return False
 
     def send(self, message: object) -> None:
@@ -65,11 +65,11 @@ class RankProcess:
 
 
 class RankProcesses:
-    """The ranks of one run and their folder, as a context: when it is left, both are gone."""
+    """A context manager for the ranks of one run and their folder; on exit, both are gone."""
 
     def __init__(self, jobs: list[Job], call: bytes, output: RankOutput) -> None:
         self.ranks: list[RankProcess] = []
-        # The ranks know its name before it exists, and delete it when this process is killed.
+        # The ranks know its name before it exists, and delete it if this process is killed.
         self.scratch = Path(tempfile.gettempdir(), f"launch-{os.getpid()}-{uuid.uuid4().hex}")
         self._jobs = jobs
         self._call = call
@@ -95,7 +95,7 @@ class RankProcesses:
         self._output.finish()
 
     def listen(self, until_s: float) -> None:
-        """Read what ranks send, and wait for it until that point of ``time.monotonic()``."""
+        """Wait for what ranks send, and read it, until that point of ``time.monotonic()``."""
         alive = [rank for rank in self.ranks if rank.ended_ns is None]
         pipes = [p for rank in alive for p in (rank.control, rank.output) if not p.closed]
         sentinels = [rank.process.sentinel for rank in alive]
@@ -103,8 +103,8 @@ class RankProcesses:
         ready = wait([*pipes, *sentinels], timeout_s)
         now_ns = time.monotonic_ns()
         for rank in alive:
-            # What an ended process has written is all in its pipe. A living one may go on writing,
-            # and the others need their turn.
+            # All that a dead process wrote is in its pipe. A live one may keep writing, and the
+            # others need their turn.
             ended = rank.process.sentinel in ready
             self._read_output(rank, everything=ended)
             self._read_control(rank)
@@ -114,9 +114,9 @@ class RankProcesses:
         self._output_waits = self._output.show(now_ns)
 
     def ask_states(self, time_s: float) -> list[RankState | None]:
-        """Where each rank is; None for one that does not answer in that time.
+        """Where each rank is; None for a rank that doesn't answer in that time.
 
-        One that has failed or ended is where it last said that it was.
+        A rank that has failed or exited is where it last said it was.
         """
         before = {}
         for rank in self.ranks:
@@ -135,7 +135,7 @@ class RankProcesses:
         return [rank.state for rank in self.ranks]
 
     def release(self, time_s: float) -> None:
-        """Let ranks that have sent their results end, and wait for them that long."""
+        """Let ranks that have sent their results exit, and wait at most that long for them."""
         for rank in self.ranks:
             rank.send("release")
         until_s = time.monotonic() + time_s
@@ -143,7 +143,7 @@ class RankProcesses:
             if time.monotonic() >= until_s:
                 warnings.warn(
                     f"{time_s:g} s after every rank's function had returned, {ranks_text(alive)} "
-                    "still ran something else, such as a thread; stopped now.",
+                    "still ran something else, such as a thread; they were stopped.",
                     stacklevel=3,
                 )
                 break
@@ -165,7 +165,7 @@ class RankProcesses:
             output.close()
             raise
         finally:
-            # Once only the rank holds its ends, the end of a pipe is the end of the rank.
+            # Once only the rank holds its ends, a closed pipe means that the rank is gone.
             control_there.close()
             output_there.close()
         self.ranks.append(RankProcess(job.rank, process, control, output))
@@ -202,7 +202,7 @@ class RankProcesses:
 
     def _end(self) -> None:
         for rank in self.ranks:
-            # The guard of a rank that has ended is gone, too, and its id may be another's by now.
+            # The guard of a rank that has exited is gone, too, and its id may have been reused.
             if rank.ended_ns is None or sys.platform != "linux":
                 guard.end(rank.process.pid)
         for rank in self.ranks:

@@ -1,4 +1,4 @@
-"""The child's side of ``launch.run``: what a rank is sent, what it does, and what it sends back."""
+"""The child's side of ``launch.run``: what a rank receives, does, and sends back."""
 
 import atexit
 import ctypes
@@ -40,18 +40,18 @@ from vgpu.launch.output import redirect
 
 
 def _end_forkserver(folder: str, forkserver: int) -> None:
-    if os.getpid() == forkserver:  # what is forked from it inherits this function
+    if os.getpid() == forkserver:  # processes forked from it inherit this function
         shutil.rmtree(folder, ignore_errors=True)
-        # Taking torch down in an orderly way takes seconds, and nothing of it is needed here.
+        # An orderly shutdown of torch takes seconds, and nothing here needs it.
         os._exit(0)
 
 
 if SOCKETS_FOLDER in os.environ:  # the forkserver imports this module last
     atexit.register(_end_forkserver, os.environ[SOCKETS_FOLDER], os.getpid())
     backend.prepare()
-    # A rank never frees what it was forked with. Each of its collections of garbage would go
-    # through all of torch, and by touching every object make a copy of its page. What is garbage by
-    # now stays as well: a megabyte, and to find it would take a quarter of a second.
+    # A rank never frees what it was forked with. Each of its garbage collections would go through
+    # all of torch, and copy every object's page by touching it. What is already garbage stays, too:
+    # a megabyte, which would take a quarter of a second to find.
     gc.freeze()
     gc.enable()
 
@@ -61,27 +61,27 @@ if SOCKETS_FOLDER in os.environ:  # the forkserver imports this module last
 
 @dataclass
 class Job:
-    """All that a rank has to know when it starts."""
+    """Everything that a rank needs to know when it starts."""
 
     rank: int
     world_size: int
     backend: str
     threads: int
     gpus: tuple[vgpu.GPUSpec, int] | None
-    """The kind and bytes of each rank's virtual GPU; None where ranks have none."""
+    """The model and memory of each rank's virtual GPU; None if ranks have none."""
     connect_nccl: bool
     """Whether NCCL connects the ranks' GPUs before the function begins."""
     environment: dict[str, str]
     sources: dict[str, Any]
-    """The parent's linecache entries of code that is in no file: the notebook's cells."""
+    """The parent's linecache entries for code that isn't in a file: the notebook's cells."""
 
 
 @dataclass
 class Joined:
-    """The rank has its process group; the function begins."""
+    """The rank has joined its process group; the function starts."""
 
     pid: int
-    """Of the rank itself: its parent may know the guard above it alone."""
+    """The rank's own process id; the parent may know only that of the guard above it."""
 
 
 @dataclass
@@ -111,7 +111,7 @@ def function_path(scratch: Path) -> Path:
 def result_path(scratch: Path, rank: int) -> Path:
     """Where a rank writes the cloudpickle of what the function returned.
 
-    A file takes large tensors about three times faster than the pipe, and holds them once.
+    For large tensors, a file is about three times as fast as the pipe, and holds them only once.
     """
     return scratch / f"result-{rank}.pkl"
 
@@ -125,7 +125,7 @@ def crash_path(scratch: Path, rank: int) -> Path:
 
 
 class _Rank:
-    """The state of this process as a rank; there is at most one for its whole life."""
+    """The state of this process as a rank; there is at most one in a process's lifetime."""
 
     def __init__(self, control: Connection, scratch: Path) -> None:
         self.scratch = scratch
@@ -140,7 +140,7 @@ class _Rank:
             self._control.send(message)
 
     def receive(self) -> Any:
-        """The parent's next message. If the parent is gone, this process ends."""
+        """The parent's next message. If the parent is gone, this process exits."""
         try:
             message = self._control.recv_bytes()
         except (EOFError, OSError):
@@ -148,7 +148,7 @@ class _Rank:
         return pickle.loads(message)
 
     def serve(self) -> None:
-        """Answer the parent for as long as it lives."""
+        """Answer the parent as long as it lives."""
         while True:
             message = self.receive()
             if message == "state":
@@ -160,10 +160,10 @@ class _Rank:
         self.send(rank_state(self._main_thread, self.stage))
 
     def tell_before_cpp_aborts(self) -> None:
-        """Tell the parent where the rank is before an exception that C++ catches nowhere ends it.
+        """Tell the parent where the rank is before an uncaught C++ exception ends it.
 
-        gloo throws in a thread of its own where ranks bring unequally many bytes to a collective.
-        The parent then knows the collectives of every rank, as in a hang.
+        gloo throws one in its own thread if ranks bring different numbers of bytes to a collective.
+        The parent then knows every rank's collectives, as in a hang.
         """
         cpp = ctypes.CDLL("libstdc++.so.6")
         set_terminate = cpp["_ZSt13set_terminatePFvvE"]
@@ -171,16 +171,16 @@ class _Rank:
         process = os.getpid()
 
         def tell() -> None:
-            if os.getpid() == process:  # not in a fork of the rank
+            if os.getpid() == process:  # not in a process forked from the rank
                 self.send_state()
-            before()  # writes the exception, and ends the process
+            before()  # prints the exception and ends the process
 
-        self._tell = handler_type(tell)  # C++ keeps its address alone
+        self._tell = handler_type(tell)  # C++ keeps only its address
         before = set_terminate(self._tell)
 
     def _end_with_parent(self) -> NoReturn:
-        # Children of a forkserver outlive the notebook's kernel. A killed kernel cleans nothing
-        # up, so the ranks remove the folder and end their own children and themselves.
+        # A forkserver's children outlive the notebook's kernel. A killed kernel doesn't clean up,
+        # so the ranks remove the folder, and end their own children and themselves.
         for _ in range(3):  # another rank may be writing into it
             shutil.rmtree(self.scratch, ignore_errors=True)
             if not self.scratch.exists():
@@ -199,14 +199,14 @@ def inside_rank() -> bool:
 
 
 def main(control: Connection, output: Connection, scratch: Path) -> None:
-    """Be one rank: the entry point of the process.
+    """The entry point of a rank's process.
 
-    ``scratch`` is a folder of this run alone, which the parent makes once its ranks are there.
+    ``scratch`` is this run's own folder, which the parent creates once its ranks are there.
     """
     global _rank
     if hasattr(os, "setsid"):
-        # A group of its own: the Stop button's signal goes to the kernel's group and is the
-        # parent's to handle, and what this rank starts can be ended together with it.
+        # A process group of its own: the Stop button's signal goes to the kernel's group, for the
+        # parent to handle; and whatever this rank starts can be ended together with it.
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     guard.enter()
@@ -231,14 +231,14 @@ def main(control: Connection, output: Connection, scratch: Path) -> None:
 
 
 def as_if_fresh() -> None:
-    """In a fork: give it the autograd engine and the random numbers of a new process.
+    """In a forked process: set up the autograd engine and random numbers of a new process.
 
-    The first operation that saves a tensor for backward makes a new engine in place of the old one,
-    without a lock (``PythonEngine::get_python_engine`` in torch/csrc/autograd/python_engine.cpp). Two of
-    DataParallel's threads may do so at once, and the process crashes: so there is one now.
+    The first operation that saves a tensor for backward replaces the engine, without a lock
+    (``PythonEngine::get_python_engine`` in torch/csrc/autograd/python_engine.cpp). If two of
+    DataParallel's threads do so at once, the process crashes; so it's done here.
     """
     torch.ones((), requires_grad=True).sin()
-    np.random.seed()  # NumPy would repeat those of the parent, Python's own random does not
+    np.random.seed()  # NumPy would repeat the parent's numbers; Python's own random doesn't
 
 
 def _prepare(job: Job) -> None:
@@ -250,7 +250,7 @@ def _prepare(job: Job) -> None:
     if job.gpus is not None:
         spec, memory_bytes = job.gpus
         vgpu.enable(job.world_size, spec, memory_bytes)
-    # A DataLoader in a rank starts its workers in the usual way, not as this process was started.
+    # A rank's DataLoader starts its workers in the usual way, not as this process was started.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     count_messages()
 
@@ -273,14 +273,14 @@ def _outcome(rank: _Rank, job: Job) -> Result | Failure:
     except SystemExit as error:
         return _failure("exited", error)
     except BaseException as error:
-        # What it had brought to a collective may explain why another rank died in it.
+        # What it brought to a collective may explain why another rank died in it.
         rank.send_state()
         return _failure(kind, error)
     return Result()
 
 
 def _join_group(job: Job, scratch: Path) -> None:
-    dist.set_debug_level_from_env()  # read when torch was imported, in an earlier environment
+    dist.set_debug_level_from_env()  # torch read it on import, from an earlier environment
     if job.gpus is not None or "nccl" in job.backend:
         torch.accelerator.set_device_index(job.rank)
     store = dist.FileStore(str(scratch / "store"), job.world_size)
@@ -289,14 +289,14 @@ def _join_group(job: Job, scratch: Path) -> None:
         store=store,
         rank=job.rank,
         world_size=job.world_size,
-        # The parent's limit comes first: the parent knows more about a hang than the group does.
+        # Let the parent's limit expire first: it knows more about a hang than the group does.
         timeout=timedelta(days=1),
     )
-    # A function may leave the group at once, and so close connections that others still make.
+    # A function might leave the group at once, closing connections that others are still making.
     store.set(f"joined/{job.rank}", "")
     store.wait([f"joined/{rank}" for rank in range(job.world_size)])
     if job.connect_nccl:
-        # NCCL connects at its first collective. One that hangs there is in no flight recorder.
+        # NCCL connects in its first collective. A hang there isn't in any flight recorder.
         dist.all_reduce(torch.zeros(1, device="cuda"))
 
 
@@ -310,7 +310,7 @@ def _failure(kind: str, error: BaseException) -> Failure:
         content = dumps(error.with_traceback(None))
         pickle.loads(content)
     except Exception:
-        # Many exceptions do not survive pickling; the text always does.
+        # Many exceptions don't survive pickling; the text always does.
         content = None
     return Failure(
         stamp_ns,
@@ -323,7 +323,7 @@ def _failure(kind: str, error: BaseException) -> Failure:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        # The function may have closed or replaced them; its result counts all the same.
+        # The function may have closed or replaced them; its result still counts.
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
 
@@ -338,12 +338,12 @@ def _code_in_its_file(make: Callable[..., CodeType], parts: tuple[Any, ...], nam
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, CodeType):
-            # From 3.1.3 on cloudpickle drops the name of the file, which tracebacks and reports show.
+            # Since 3.1.3, cloudpickle drops the file name, which tracebacks and reports show.
             make, parts = self.dispatch_table[CodeType](obj)
             return _code_in_its_file, (make, parts, obj.co_filename)
         own_class = isinstance(obj, ModuleType) and type(obj) is not ModuleType
         if own_class and sys.modules.get(name := obj.__name__) is obj:
-            # Such as torch.ops, which cloudpickle would send as an instance of its class.
+            # For example torch.ops, which cloudpickle would send as an instance of its class.
             return importlib.import_module, (name,)
         device = obj
         if isinstance(obj, torch.Tensor) or type(obj).__module__.startswith("vgpu."):
@@ -352,17 +352,17 @@ class _Pickler(cloudpickle.Pickler):
             kind = "tensor" if isinstance(obj, torch.Tensor) else type(obj).__name__
             what = f"the device {device}" if obj is device else f"a {kind} on {device}"
             raise TypeError(
-                f"{what} cannot leave its process: each process has virtual GPUs of its "
-                "own, or none. Send CPU tensors (tensor.cpu(), module.cpu()), and choose the device "
+                f"{what} cannot leave its process: each process has its own virtual GPUs, "
+                "or none. Send CPU tensors (tensor.cpu(), module.cpu()), and choose the device "
                 "where they arrive"
             )
         return super().reducer_override(obj)
 
 
 def dump(value: Any, file: IO[bytes]) -> None:
-    """Write a value as cloudpickle bytes; what is defined in a cell is pickled by value.
+    """Write a value with cloudpickle; whatever is defined in a cell is pickled by value.
 
-    Raises what pickling raises, and TypeError for whatever is on a virtual GPU.
+    Raises what pickling raises, and TypeError for anything on a virtual GPU.
     """
     _Pickler(file).dump(value)
 
@@ -375,14 +375,14 @@ def dumps(value: Any) -> bytes:
 
 
 def dumps_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """(function, args) as ``dump`` writes it; TypeError names what cannot be pickled."""
+    """(function, args) as ``dump`` writes it; TypeError names what can't be pickled."""
     try:
         return dumps((function, args))
     except Exception as error:
         name = getattr(function, "__name__", repr(function))
         raise TypeError(
             f"launch.run cannot send {name} to other processes{_culprit(function, args)}: {error}. "
-            "Make such a thing inside the function, on each rank."
+            "Create it inside the function, on each rank."
         ) from error
 
 

@@ -205,7 +205,7 @@ class DeviceMemory:
             self.peak_bytes = self.allocated_bytes
             if self.live_block_count:
                 self.reserve.begin_anew()
-            else:  # the old log would come to nothing
+            else:  # the old log would have no effect
                 self.reserve = Reserve(self.device, self.capacity_bytes)
 
     def reset_peak(self) -> None:
@@ -214,12 +214,12 @@ class DeviceMemory:
             self.reserve.reset_peak()
 
     def empty_cache(self) -> None:
-        """Give back what is reserved in whole segments and not allocated."""
+        """Release whole segments that are reserved but not allocated."""
         with _lock:
             self.reserve.empty_cache()
 
     def reserved(self) -> tuple[int, int]:
-        """Bytes that CUDA's caching allocator would have reserved, and the most since the reset."""
+        """Bytes that CUDA's caching allocator would have reserved, and their peak since the reset."""
         with _lock:
             allocator = self.reserve.now()
             return allocator.reserved_bytes, allocator.peak_reserved_bytes
@@ -231,13 +231,13 @@ class DeviceMemory:
 
     @property
     def retries(self) -> int:
-        """How often the allocator would have given back what it kept, and tried again."""
+        """How often the allocator would have released its cache and retried."""
         with _lock:
             return self.reserve.now().retries + self.out_of_memory_count
 
     @property
     def free_bytes(self) -> int:
-        """What is not reserved."""
+        """Bytes that aren't reserved."""
         return max(self.capacity_bytes - self.reserved()[0], 0)
 
     def summary(self) -> str:

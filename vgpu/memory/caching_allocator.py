@@ -21,12 +21,12 @@ _LEAST_BYTES = 512  # kMinBlockSize
 _SMALL_BYTES = _MIB  # kSmallSize: up to here an allocation is small
 _SMALL_SEGMENT_BYTES = 2 * _MIB  # kSmallBuffer
 _LARGE_SEGMENT_BYTES = 20 * _MIB  # kLargeBuffer
-_OWN_SEGMENT_BYTES = 10 * _MIB  # kMinLargeAlloc: from here on it gets a segment of its own,
+_OWN_SEGMENT_BYTES = 10 * _MIB  # kMinLargeAlloc: from here on, it gets its own segment,
 _OWN_SEGMENT_STEP_BYTES = 2 * _MIB  # kRoundLarge: of a multiple of this
 # Between the first bytes of two segments; more than any GPU has, and whole pages of either pool.
 SEGMENT_DISTANCE_BYTES = _LARGE_SEGMENT_BYTES << 30
 
-_OLD_BLOCK = -1  # a key beside the numbers of blocks, which begin at 0
+_OLD_BLOCK = -1  # a key that isn't a block number, which start at 0
 
 
 class _Piece:
@@ -353,8 +353,8 @@ class CachingAllocator:
             f"CUDA's caching allocator has no room for {format_bytes(size_bytes)} on {self.device}, "
             f"stream {stream}: of {format_bytes(self.capacity_bytes)}, "
             f"{format_bytes(self.reserved_bytes)} are reserved and "
-            f"{format_bytes(self.allocated_bytes)} allocated. What is reserved and not allocated "
-            f"lies between blocks in use, or is too small{advice}"
+            f"{format_bytes(self.allocated_bytes)} allocated. What is reserved but not allocated "
+            f"is between blocks in use, or is too small{advice}"
         )
 
 

@@ -70,14 +70,15 @@ class MemoryRecord:
         label: Callable[[], str] | None = None,
         depth: int = 0,
     ) -> None:
-        """memories: of all GPUs that there are. label: as of ``record_memory``.
+        """memories: those of all GPUs. label: as for ``record_memory``.
 
-        depth: of the host where the record begins; those within it may have events too.
+        depth: that of the host where the record starts; hosts nested in it may have events, too.
         """
         self.events: list[MemoryEvent] = []
         self.depth = depth
         self._label = label
-        # What GPUs hold before the record. Those of a cluster are named like those around it.
+        # What GPUs hold before the record. A cluster's GPUs have the same names as those outside of
+        # it.
         self._held: dict[torch.device, dict[Memory, int]] = {}
         self._capacity_bytes: dict[torch.device, int] = {}
         for memory in memories:
@@ -92,7 +93,7 @@ class MemoryRecord:
         return [event.allocated_bytes for event in self.events_on(device)]
 
     def bytes_before(self, device: torch.device | str) -> int:
-        """Bytes allocated on ``device`` when the record began."""
+        """Bytes allocated on ``device`` when the record started."""
         return sum(self._held.get(torch.device(device), {}).values())
 
     def peak_bytes(self, device: torch.device | str) -> int:
@@ -107,8 +108,8 @@ class MemoryRecord:
     ) -> AllocatorStats:
         """What CUDA's caching allocator would reserve on ``device`` for the same events.
 
-        expandable_segments: as in ``PYTORCH_CUDA_ALLOC_CONF``. capacity_bytes: of the GPU, instead of
-        the virtual one's. OutOfMemoryError if the allocator would run out of memory.
+        expandable_segments: as in ``PYTORCH_CUDA_ALLOC_CONF``. capacity_bytes: overrides the
+        virtual GPU's capacity. OutOfMemoryError if the allocator would run out of memory.
 
         Blocks from before the record are placed as if they had been allocated first, those that are
         never freed as a single block: start recording before you create the model.
@@ -178,8 +179,8 @@ class MemoryRecord:
         wanted = torch.device(device)
         if len(self._held.get(wanted, {})) > 1:
             raise ValueError(
-                f"{wanted} is more than one GPU in this record: one of its own host, or of a "
-                "vgpu.cluster, and one of another cluster. Begin the record in the cluster's block"
+                f"{wanted} is more than one GPU in this record: one on its own host, or in a "
+                "vgpu.cluster, and one in another cluster. Start the record in the cluster's block"
             )
         return [event for event in self.events if event.device == wanted]
 
@@ -200,14 +201,15 @@ def _allocate_older(
         allocator.allocate(block, size_bytes, 0)
 
 
-_NEVER_RELEASED = -2  # a key beside the numbers of blocks, which begin at 0
+_NEVER_RELEASED = -2  # a key that isn't a block number, which start at 0
 
 
-# An entry from 0 on is a new block: its bytes and its stream. Those below 0 are _FREE less a block's
-# number, or one of the others; after _RESIZE come a block's number, and its bytes and stream.
+# An entry of at least 0 is a new block: its bytes and its stream. Negative ones are _FREE minus a
+# block's number, or one of the others; _RESIZE is followed by a block's number, and its bytes and
+# stream.
 _RESET_PEAK, _EMPTY_CACHE, _RESIZE, _FORGET_RETRIES, _FREE = -1, -2, -3, -4, -5
 _LONGEST_LOG = 2**21  # 16 MiB; the allocator takes a few seconds for it
-_STREAM_BITS = 11  # a block is a multiple of 512 bytes, so this many more leave room for 20
+_STREAM_BITS = 11  # sizes are multiples of 512 bytes, so 11 more bits leave room for 20
 _STREAM_MASK = 2**20 - 1
 
 
@@ -224,16 +226,16 @@ class Reserve:
         self._is_applying = False
 
     def new(self, block_bytes: int, stream: int) -> int:
-        """A new block has so many bytes: 512, a multiple or none. Returns its number."""
+        """A new block has ``block_bytes``, a multiple of 512, possibly 0. Returns its number."""
         packed = block_bytes << _STREAM_BITS | stream & _STREAM_MASK
         number = self._logged_blocks = self._logged_blocks + 1
-        self._append(packed)  # in the order of their numbers, which entries do not repeat
+        self._append(packed)  # in order of their numbers, which entries don't repeat
         if len(self._log) > _LONGEST_LOG:
             self._shorten_log()
         return number
 
     def resized(self, block: int, block_bytes: int, stream: int) -> None:
-        """The block of this number has so many bytes from now on, perhaps none."""
+        """The block with this number now has ``block_bytes``, possibly 0."""
         packed = block_bytes << _STREAM_BITS | stream & _STREAM_MASK
         self._log.extend((_RESIZE, block, packed))
 
@@ -263,7 +265,7 @@ class Reserve:
         """The allocator, after processing the log."""
         count = len(self._log)
         entries = iter(self._log[:count])
-        del self._log[:count]  # blocks may be freed meanwhile; their entries come later
+        del self._log[:count]  # blocks may be freed in the meantime; their entries come later
         self._is_applying = True
         try:
             for entry in entries:

@@ -1,10 +1,10 @@
-"""``torch.vgpu.memory._snapshot``: the memory of all GPUs, as ``torch.cuda.memory._snapshot`` gives it.
+"""``torch.vgpu.memory._snapshot``: the memory of all GPUs, in the format of ``torch.cuda.memory._snapshot``.
 
-PyTorch's viewers read it: ``torch.cuda._memory_viz`` and https://docs.pytorch.org/memory_viz. Where
-blocks lie is what CUDA's caching allocator would do (caching_allocator.py).
+PyTorch's viewers read it: ``torch.cuda._memory_viz`` and https://docs.pytorch.org/memory_viz.
+Blocks are where CUDA's caching allocator would put them (caching_allocator.py).
 
-Left out: frames of C++, and of releases; sizes before they were rounded up to 512 bytes; time, in
-place of which entries are numbered; failed allocations.
+Left out: C++ frames, and the frames of releases; sizes before rounding up to 512 bytes; times
+(entries are numbered instead); failed allocations.
 """
 
 import pickle
@@ -27,11 +27,11 @@ _MOST_FRAMES = 40
 
 @dataclass
 class _History:
-    """What is recorded since ``record_history``."""
+    """What has been recorded since ``record_history``."""
 
     record: MemoryRecord | None = None
     most_entries: int = sys.maxsize
-    block: ExitStack = field(default_factory=ExitStack)  # of record_memory
+    block: ExitStack = field(default_factory=ExitStack)  # the record_memory block
 
 
 _history = _History()
@@ -45,10 +45,10 @@ def record_history(
     device: Any = None,
     clear_history: bool = False,
 ) -> None:
-    """Record allocations and releases on all GPUs from now on; None ends it.
+    """Record allocations and releases on all GPUs from now on; None stops recording.
 
-    max_entries: how many of each GPU's a snapshot has, the last ones. A second call goes on with
-    what there is, unless ``clear_history``. context, stacks and device make no difference.
+    max_entries: how many of each GPU's last entries a snapshot has. A second call keeps the earlier
+    history, unless ``clear_history`` is set. context, stacks and device have no effect.
     """
     if enabled is None or clear_history:
         _history.block.close()
@@ -61,7 +61,7 @@ def record_history(
 def snapshot(device: Any = None) -> dict[str, Any]:
     """Segments with their blocks, and the history of each GPU, if one is recorded.
 
-    device: the only GPU whose segments are wanted.
+    device: if given, return only this GPU's segments.
     """
     wanted = range(gpus.device_count()) if device is None else [gpus.meant_by(device).index]
     segments: list[dict[str, Any]] = []
@@ -108,7 +108,7 @@ def _frames(label: str) -> list[Frame]:
 def _replayed(
     record: MemoryRecord, memory: DeviceMemory
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The segments in the end, and the trace, of one GPU."""
+    """One GPU's final segments, and its trace."""
     allocator = CachingAllocator(memory.device, memory.capacity_bytes, may_exceed_capacity=True)
     trace = _Trace(allocator)
     blocks: dict[int, MemoryEvent] = {}  # in use

@@ -1,4 +1,4 @@
-"""A training run on a cluster that does not exist, planned: ``python -m vgpu.plan``."""
+"""Plan a training run on a cluster that doesn't exist: ``python -m vgpu.plan``."""
 
 from vgpu.plan.layout import RECOMPUTE, Layout
 from vgpu.plan.layout_search import search

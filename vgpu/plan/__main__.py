@@ -1,7 +1,7 @@
-"""Plan the training of a transformer on a cluster, or a server of one, without the cluster.
+"""Plan the training of a transformer on a cluster, or a server for it, without the cluster.
 
-PyTorch's own FSDP2 and tensor parallelism run as one rank of it on virtual GPUs, or as one of each
-kind of stage in a pipeline: bytes are counted, time is virtual. It needs no GPU.
+PyTorch's own FSDP2 and tensor parallelism run on virtual GPUs as one rank of the cluster or, for a
+pipeline, as one rank for each kind of stage: bytes are counted, time is virtual. No GPU is needed.
 """
 
 import argparse
@@ -36,7 +36,7 @@ examples:
   70B on 32 in a pipeline of 4 stages, interleaved: two chunks of layers on each rank
     python -m vgpu.plan --model 70B --pp 4 --chunks 2 --tp 8 --batch 8 --recompute full
 
-  every layout of 70B on 8 hosts, at most 512 sequences a step: which fit, and the fastest
+  every layout of 70B on 8 hosts, at most 512 sequences per step: which ones fit, fastest first
     python -m vgpu.plan --search --model 70B --hosts 8 --sequences 512
 
   sequences of 131,072 tokens, each shared by 4 GPUs; products in float8
@@ -56,64 +56,70 @@ examples:
 MODELS = LLAMA | MIXTRAL
 _SIZES = {
     "layers": "transformer blocks",
-    "width": "of the hidden states",
-    "heads": "of attention",
-    "key_value_heads": "of attention",
-    "feed_forward": "width inside a block's feed-forward part",
-    "vocabulary": "tokens that there are",
+    "width": "width of the hidden states",
+    "heads": "attention heads",
+    "key_value_heads": "key and value heads",
+    "feed_forward": "width inside a block's feed-forward layer",
+    "vocabulary": "number of tokens in the vocabulary",
 }
 _EXPERTS = {
-    "experts": ("count", int, "of each block, in place of its feed-forward part"),
-    "experts_per_token": ("per_token", int, "that a token goes through (default: 2)"),
-    "expert_width": ("width", int, "inside an expert (default: that of the feed-forward part)"),
+    "experts": ("count", int, "experts per block, which replace its feed-forward layer"),
+    "experts_per_token": ("per_token", int, "experts that a token goes through (default: 2)"),
+    "expert_width": ("width", int, "width inside an expert (default: the feed-forward layer's)"),
     "shared_width": (
         "shared_width",
         int,
-        "inside one that all tokens go through (default: 0, none)",
+        "width inside a shared expert, which all tokens go through (default: 0, none)",
     ),
-    "dense_layers": ("dense_layers", int, "blocks in front without experts (default: 0)"),
+    "dense_layers": ("dense_layers", int, "first blocks, which have no experts (default: 0)"),
     "capacity": (
         "capacity",
         float,
-        "slots of an expert for each token that it gets if all get as many (default: 1, which is also "
+        "an expert's slots, relative to an equal share of the tokens (default: 1, which is also "
         "dropless training with a balanced router)",
+    ),
+    "ranks_per_token": (
+        "ranks_per_token",
+        int,
+        "of ep on which a token's experts may be, to each of which it's sent once (default: any, and it's "
+        "sent once for each expert)",
     ),
 }
 _LAYOUT = {
     "dp_replicate": "replicas: data parallelism with whole copies of the model",
     "dp_shard": "ranks among which FSDP2 shards the parameters of a replica",
-    "tp": "neighboring ranks that share each layer: tensor parallelism",
-    "pp": "pipeline stages; embedding and output count as a layer each when it is cut",
-    "ep": "of the ranks of dp-shard and context, neighbors that have different experts",
-    "cp": "ranks that share each sequence: context parallelism, also --context",
+    "tp": "neighboring ranks that split each layer: tensor parallelism",
+    "pp": "pipeline stages; the embedding and the output each count as a layer",
+    "ep": "expert parallelism: how many of the dp-shard and context ranks hold different experts",
+    "cp": "ranks that split each sequence: context parallelism, also --context",
 }
 _ALSO = {"cp": ["--context"]}
 _COUNTS = {
-    "batch": f"sequences a step on each rank that has samples of its own (default: {Plan.batch})",
-    "sequence": "tokens of a sequence (default: the model's, 8192 for those of Llama)",
-    "gpus_per_host": f"GPUs of a host (default: {Plan.gpus_per_host})",
-    "chunks": "stages of each rank in a pipeline: 1 for 1F1B, more for interleaved 1F1B "
+    "batch": f"sequences per step on each data-parallel rank (default: {Plan.batch})",
+    "sequence": "tokens per sequence (default: the model's; 8192 for Llama)",
+    "gpus_per_host": f"GPUs per host (default: {Plan.gpus_per_host})",
+    "chunks": "pipeline stages per rank: 1 for 1F1B, more for interleaved 1F1B "
     f"(default: {Plan.chunks})",
-    "recompute_every": f"of so many blocks, one is recomputed (default: {Plan.recompute_every})",
-    "accumulate": "times that a step computes the batch before it updates, without a pipeline "
+    "recompute_every": f"recompute one of every so many blocks (default: {Plan.recompute_every})",
+    "accumulate": "without a pipeline, batches per step whose gradients are accumulated "
     f"(default: {Plan.accumulate})",
-    "micro_batches": "into which a pipeline divides the batch (default: as many as stages)",
+    "micro_batches": "micro-batches per batch in a pipeline (default: as many as stages)",
 }
 _SEARCH = {
-    "hosts": "of the cluster, in place of a layout",
-    "sequences": "most sequences a step, on all GPUs together",
+    "hosts": "hosts in the cluster, instead of a layout",
+    "sequences": "maximum number of sequences per step, over all GPUs",
 }
 _COSTS = ("arithmetic_share", "fuses", "async_tp")
 _SEARCHED = ("batch", "recompute", "reshard_after_forward", "trace")
-"""What has no place beside ``--search``."""
+"""Options that don't go with ``--search``."""
 _SERVE = {
-    "weight_bits": "of a weight of the blocks: 8 is float8 (default: 16)",
-    "cache_bits": "of a cached number (default: 16)",
-    "prompt": "tokens of each prompt (default: 1024)",
-    "output": "tokens of each answer (default: 256)",
+    "weight_bits": "bits per weight in the blocks: 8 means float8 (default: 16)",
+    "cache_bits": "bits per number in the KV cache (default: 16)",
+    "prompt": "tokens per prompt (default: 1024)",
+    "output": "tokens per answer (default: 256)",
 }
 _SERVED = {"model", *_SIZES, "tp", "pp", "gpu", "gpus_per_host", "network", "arithmetic_share"}
-"""What else belongs to ``--serve``."""
+"""The other options that go with ``--serve``."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -127,82 +133,87 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--model", choices=MODELS, help="sizes of Llama 3.1 or Mixtral (default: 8B)"
     )
-    _add_counts(result, "sizes that differ from the model's", _SIZES)
-    experts = result.add_argument_group("experts, if there are any or the model's differ")
+    _add_counts(result, "sizes, if they differ from the model's", _SIZES)
+    experts = result.add_argument_group("experts, if they differ from the model's")
     for name, (_, kind, text) in _EXPERTS.items():
         metavar = "N" if kind is int else "X"
         experts.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
-    _add_counts(result, "layout (each 1 by default; GPUs are the product of all but ep)", _LAYOUT)
+    _add_counts(result, "layout (default: 1 each; GPUs are the product of all but ep)", _LAYOUT)
     step = _add_counts(result, "step and cluster", _COUNTS)
     step.add_argument(
         "--recompute",
         choices=RECOMPUTE,
-        help="activation checkpointing, what backward computes again: nothing, all but attention and "
-        f"every second matrix product, or all (default: {Plan.recompute})",
+        help="activation checkpointing; what the backward pass recomputes: nothing, everything but "
+        f"attention and every second matrix product, or everything (default: {Plan.recompute})",
     )
     step.add_argument(
         "--reshard-after-forward",
         action=argparse.BooleanOptionalAction,
-        help="whether parameters are freed after forward, and gathered again for backward "
-        f"(default: {Plan.reshard_after_forward})",
+        help="whether to free parameters after the forward pass and gather them again for the "
+        f"backward pass (default: {Plan.reshard_after_forward})",
     )
     step.add_argument(
         "--reduce",
         choices=REDUCE,
-        help=f"type in which gradients are reduced among ranks (default: {Plan.reduce})",
+        help=f"dtype in which gradients are reduced across ranks (default: {Plan.reduce})",
+    )
+    step.add_argument(
+        "--wrap-ends",
+        action="store_true",
+        help="FSDP2 shards embedding and output in their own right, as notebooks/train.py does",
     )
     step.add_argument(
         "--float8",
         action="store_true",
-        help="linear layers of blocks multiply in float8, with one scale for each tensor",
+        help="the blocks' linear layers multiply in float8, with one scale per tensor",
     )
     step.add_argument(
         "--compile",
         action="store_true",
         dest="fuses",
-        help="elementwise operations fuse, as torch.compile has it",
+        help="fuse elementwise operations, as torch.compile does",
     )
     step.add_argument(
         "--async-tp",
         action="store_true",
-        help="with --compile: products run in pieces beside those of the collectives among ranks of "
-        "a host that share them (asynchronous tensor parallelism)",
+        help="with --compile: overlap matrix products, piece by piece, with their collectives within a "
+        "host (asynchronous tensor parallelism)",
     )
     step.add_argument(
         "--gpu",
         metavar="NAME",
-        help=f"of every host: {', '.join(vgpu.PRESETS)} (default: {Plan.gpu}), or FILE.toml with the "
-        "fields of vgpu.GPUSpec that differ from those of the one that like = NAME names",
+        help=f"GPU model: {', '.join(vgpu.PRESETS)} (default: {Plan.gpu}), or FILE.toml with fields of "
+        "vgpu.GPUSpec, where like = NAME names a preset for the others",
     )
     step.add_argument(
         "--network",
         metavar="NAME",
-        help=f"between hosts: {', '.join(vgpu.NETWORKS)} (default: {Plan.network}), or FILE.toml as for "
-        "vgpu.Network",
+        help=f"network between hosts: {', '.join(vgpu.NETWORKS)} (default: {Plan.network}), or "
+        "FILE.toml, as for --gpu, with fields of vgpu.Network",
     )
     step.add_argument(
         "--arithmetic-share",
         type=float,
         metavar="X",
-        help="of a datasheet's FLOP/s that matrix products reach (default: "
+        help="fraction of the datasheet's FLOP/s that matrix products reach (default: "
         f"{vgpu.CostModel.arithmetic_share})",
     )
     step.add_argument(
         "--trace", type=Path, metavar="FILE.json", help="write the step for ui.perfetto.dev"
     )
     several = _add_counts(
-        result, "search among all layouts, batches and ways to recompute", _SEARCH
+        result, "search all layouts, batch sizes and recomputation policies", _SEARCH
     )
     several.add_argument(
         "--search",
         action="store_true",
-        help="print the fastest that fit; pipelines are not tried",
+        help="print the fastest plans that fit; pipelines aren't tried",
     )
-    serve = _add_counts(result, "a server of the model, not its training", _SERVE)
+    serve = _add_counts(result, "plan a server of the model instead of its training", _SERVE)
     serve.add_argument(
         "--serve",
         action="store_true",
-        help="whether weights and KV cache fit on tp × pp GPUs, and how fast it generates",
+        help="print whether weights and KV cache fit on tp × pp GPUs, and how fast it generates",
     )
     return result
 
@@ -223,8 +234,8 @@ def main(arguments: list[str] | None = None) -> None:
         elif given.pop("serve", False):
             print(_served(given))
         else:
-            _refuse(_SEARCH, given, "only of use with --search")
-            _refuse(_SERVE, given, "only of use with --serve")
+            _refuse(_SEARCH, given, "only used with --search")
+            _refuse(_SERVE, given, "only used with --serve")
             _predict_and_print(given)
     except (ValueError, OSError) as error:
         print(f"python -m vgpu.plan: error: {error}", file=sys.stderr)
@@ -244,35 +255,33 @@ def _predict_and_print(given: dict[str, Any]) -> None:
 
 
 def plan_of(given: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
-    """The plan that the options name, and costs as ``predict`` takes them."""
+    """The plan that the options describe, and costs as ``predict`` takes them."""
     own = {name: value for name, value in given.items() if name in _SIZES}
     sizes = dataclasses.replace(MODELS[given.get("model", "8B")], **own)
     sizes = dataclasses.replace(sizes, experts=_experts(sizes, given))
     layout = Layout(**{name: value for name, value in given.items() if name in _LAYOUT})
     costs = {name: value for name, value in given.items() if name in _COSTS}
     if costs.get("async_tp") and not costs.get("fuses"):
-        raise ValueError("--async-tp is a pass of torch.compile: give --compile with it")
+        raise ValueError("--async-tp is a pass of torch.compile: also give --compile")
     elsewhere = {"model", *_SIZES, *_EXPERTS, *_LAYOUT, *_COSTS}
     others = {name: value for name, value in given.items() if name not in elsewhere}
     return Plan(sizes, layout, **others), costs
 
 
 def _experts(sizes: TransformerSizes, given: dict[str, Any]) -> ExpertSizes | None:
-    """Those of the model, with the options' changes."""
+    """The model's experts, with the options' changes."""
     own = {_EXPERTS[name][0]: value for name, value in given.items() if name in _EXPERTS}
     if sizes.experts is not None:
         return dataclasses.replace(sizes.experts, **own)
     if not own:
         return None
     if "count" not in own:
-        raise ValueError(
-            "a model of so many layers without experts: give --experts, how many there are"
-        )
+        raise ValueError("the model has no experts: give their number with --experts")
     return ExpertSizes(**{"per_token": 2, "width": sizes.feed_forward} | own)
 
 
 def _searched(given: dict[str, Any]) -> str:
-    _refuse(_SEARCHED, given, "only of use without --search")
+    _refuse(_SEARCHED, given, "only used without --search")
     hosts, sequences = given.pop("hosts", None), given.pop("sequences", None)
     plan, costs = plan_of(given)
     if hosts is not None:
@@ -280,15 +289,17 @@ def _searched(given: dict[str, Any]) -> str:
             raise ValueError(f"--hosts must be at least 1, got {hosts}")
         cp, ep = plan.layout.cp, plan.layout.ep
         if plan.layout.ranks > cp:
-            raise ValueError(f"--hosts {hosts} beside a layout ({plan.layout}): give one of them")
+            raise ValueError(
+                f"--hosts {hosts} with a layout ({plan.layout}): give only one of the two"
+            )
         layout = Layout(dp_shard=hosts * plan.gpus_per_host // cp, cp=cp, ep=ep)
         plan = dataclasses.replace(plan, layout=layout)
-    return f"{search(plan, sequences, **costs)}\n\nVirtual time, a model's prediction."
+    return f"{search(plan, sequences, **costs)}\n\nVirtual time, predicted by a cost model."
 
 
 def _served(given: dict[str, Any]) -> str:
     known = _SERVED | _SERVE.keys()
-    _refuse([name for name in given if name not in known], given, "of no use with --serve")
+    _refuse([name for name in given if name not in known], given, "not used with --serve")
     own = {name: value for name, value in given.items() if name in _SIZES}
     sizes = dataclasses.replace(LLAMA[given.get("model", "8B")], **own)
     degrees = {name: given[name] for name in ("tp", "pp", *_SERVE) if name in given}
@@ -334,28 +345,27 @@ def report(step: Step) -> str:
             str(Table((f"bytes of {whose}", ""), bytes_rows)),
             verdict,
             str(Table((f"a step of {format_seconds(step.seconds)}", "", ""), time_rows)),
-            f"{step.tokens_per_s:,.0f} tokens/s a GPU, {plan.tokens:,} tokens a step; model FLOPs "
-            f"utilization {step.utilization:.1%}. Virtual time, a model's prediction.",
+            f"{step.tokens_per_s:,.0f} tokens/s per GPU, {plan.tokens:,} tokens per step; model FLOPs "
+            f"utilization {step.utilization:.1%}. Virtual time, predicted by a cost model.",
         ]
     )
 
 
 def _pipeline(plan: Plan) -> str:
-    """The schedule, and how the layers were cut."""
+    """The schedule, and how the layers are divided."""
     counts = [part.layers for part in split_layers(plan.sizes.layers, plan.layout.pp * plan.chunks)]
     runs = [(n, len(list(same))) for n, same in itertools.groupby(counts)]
     cut = ", ".join(f"{times} × {n}" if times > 1 else str(n) for n, times in runs)
     return (
         f"{plan.schedule.name}: {plan.schedule.micro_batches} micro-batches of {plan.micro_batch} "
-        f"on each; layers of the stages: {cut}"
+        f"each; layers per stage: {cut}"
     )
 
 
 def remedies(step: Step, costs: dict[str, Any]) -> str:
-    """Changes that make it fit, fastest first, each tried on the cluster; text to print.
+    """Changes that make it fit, fastest first, each tried on the cluster, as text.
 
-    If no single one does, each is tried together with full recomputation and with parameters that are
-    gathered again.
+    If no single one does, each is tried together with full recomputation and with parameters gathered again.
     """
     plan, single = step.plan, _changes(step.plan)
     least = {"recompute": RECOMPUTE[-1], "reshard_after_forward": True}
@@ -366,7 +376,7 @@ def remedies(step: Step, costs: dict[str, Any]) -> str:
         for change in tqdm(changes, desc="looking for what fits", leave=False):
             try:
                 tried = predict(_changed(plan, change), **costs)
-            except ValueError:  # batch, heads or hosts do not divide so
+            except ValueError:  # the batch, heads or hosts aren't divisible
                 continue
             if tried.fits:
                 rows.append((tried.tokens_per_s, _options(change), tried.reserved_bytes))
@@ -375,15 +385,15 @@ def remedies(step: Step, costs: dict[str, Any]) -> str:
                 (text, format_bytes(size), f"{speed:,.0f}")
                 for speed, text, size in sorted(rows, reverse=True)
             ]
-            return str(Table(("what would fit", "reserved", "tokens/s a GPU"), table))
+            return str(Table(("what would fit", "reserved", "tokens/s per GPU"), table))
     return (
-        "None of what was tried makes it fit: smaller batches, more sharing, recomputation, "
+        "Nothing that was tried makes it fit: smaller batches, more sharding, recomputation, "
         "parameters gathered again. Use more GPUs."
     )
 
 
 def _changes(plan: Plan) -> list[dict[str, Any]]:
-    """Options that keep less, one at a time."""
+    """Changes that keep less in memory, one at a time."""
     layout = plan.layout
     changes: list[dict[str, Any]] = [
         {"recompute": how} for how in RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1 :]
@@ -398,7 +408,7 @@ def _changes(plan: Plan) -> list[dict[str, Any]]:
         changes.append({"dp_replicate": 1, "dp_shard": layout.dp})
     for by in (2, 4, 8):
         if layout.dp_shard % by == 0 and layout.tp * by <= plan.gpus_per_host:
-            # Ranks that had samples of their own now share a layer and all of their samples.
+            # Ranks that had their own samples now share a layer and all their samples.
             shared = {"dp_shard": layout.dp_shard // by, "tp": layout.tp * by}
             changes.append({**shared, "batch": plan.batch * by})
     return changes
@@ -411,7 +421,7 @@ def _changed(plan: Plan, change: dict[str, Any]) -> Plan:
 
 
 def _options(change: dict[str, Any]) -> str:
-    """Such as "--recompute full --reshard-after-forward"."""
+    """The options as text, such as "--recompute full --reshard-after-forward"."""
     return " ".join(
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
         for name, value in change.items()

@@ -1,21 +1,21 @@
-"""Back-of-envelope estimates of a training run: FLOPs, bytes, and what a mesh of GPUs sends.
+"""Back-of-envelope estimates for a training run: FLOPs, bytes, and what a mesh of GPUs sends.
 
-Arithmetic from sizes, for a transformer in the form of Llama. On a mesh it is cut four ways:
+Plain arithmetic on the sizes of a Llama-style transformer. A mesh divides it in four ways:
 
-- ``tensor``: four all-reduces of a micro-batch's hidden states in each layer, with nothing computed
-  beside them (Shoeybi et al., 2019, Megatron-LM);
-- ``context``: keys and values go round a ring, beside attention; in backward their gradients go with
-  them (Liu et al., 2023, Ring attention);
-- ``pipeline``: hidden states to the next stage and their gradients back, for each micro-batch of
-  one sequence; with 1F1B only those that fill and drain the pipeline are exposed;
-- ``data``: parameters, in bfloat16, are gathered once a step, beside the first forward, and
-  gradients, in float32, reduced once, beside the last backward. Ranks of ``context`` hold the same
-  parameters, so they belong to these groups too.
+- ``tensor``: four exposed all-reduces of a micro-batch's hidden states in each layer (Shoeybi et
+  al., 2019, Megatron-LM);
+- ``context``: keys and values travel around a ring during attention; in the backward pass, their
+  gradients go with them (Liu et al., 2023, Ring attention);
+- ``pipeline``: hidden states go to the next stage and their gradients come back, for each
+  micro-batch of one sequence; with 1F1B, only those that fill and drain the pipeline are exposed;
+- ``data``: once per step, parameters are gathered in bfloat16 during the first forward, and
+  gradients reduced in float32 during the last backward. Ranks of ``context`` hold the same
+  parameters, so they belong to these groups, too.
 
-Of each dimension it is the slowest group that counts, since the others wait for it: one that spans
-hosts where others lie inside one. Seconds are a ``CostModel``'s. Left out: embedding and loss, norms,
-the bytes of activations, recomputation, launches, dimensions that use a link at the same time, and
-stages that differ.
+In each dimension, the slowest group counts, since the others wait for it: for example one that
+spans hosts while others are inside one. Seconds come from a ``CostModel``. Left out: embedding and
+loss, norms, the bytes of activations, recomputation, launches, dimensions that use a link at the
+same time, and stages that differ.
 """
 
 import itertools
@@ -31,22 +31,22 @@ from vgpu.plan.transformer import TransformerSizes, check_count
 
 
 def flop_per_token(sizes: TransformerSizes, sequence: int) -> int:
-    """FLOPs of the model for one token, forward and backward; nothing that is computed again.
+    """FLOPs of the model for one token, forward and backward, without recomputation.
 
-    Six for each parameter in a matrix product, and attention's 12 · layers · width · sequence,
-    which count the whole of a sequence although a causal mask hides half of it (Chowdhery et al.,
-    2022, PaLM, appendix B). An embedding is looked up, and a norm's weights are no product.
+    Six for each parameter in a matrix product, plus attention's 12 · layers · width · sequence,
+    which counts whole sequences although a causal mask hides half (Chowdhery et al., 2022, PaLM,
+    appendix B). An embedding is looked up, and a norm isn't a matrix product.
     """
     products = sizes.token_products + sizes.vocabulary * sizes.width
     return 6 * products + 12 * sizes.layers * sizes.query_width * sequence
 
 
 def kept_bytes(sizes: TransformerSizes, tokens: int, recompute: str = "full") -> int:
-    """What a block keeps for its backward pass at least, in bfloat16.
+    """The least that a block keeps for its backward pass, in bfloat16.
 
-    Its input; with "selective" also queries, values, the gate's products and attention's output;
-    with "none" what its norms, its products and attention were given or gave. tokens: of one rank,
-    or of all ranks of ``tp``, among which it is then divided.
+    That's its input; with "selective", also queries, values, the gate's products and attention's
+    output; with "none", also the inputs or outputs of its norms, products and attention. tokens:
+    those of one rank, or those of all ranks of ``tp``, among which the bytes are then divided.
     """
     narrow = sizes.key_value_width
     numbers = {
@@ -69,12 +69,12 @@ def least_bytes(
     gathered_once: bool = False,
     ep: int = 1,
 ) -> int:
-    """What a rank holds at least when its backward pass begins.
+    """The least that a rank holds when its backward pass starts.
 
-    Its part of the parameters and of Adam's two states in float32, what each block keeps, divided
-    among the ranks of ``tp``, and three float32 tensors of the logits' size: the logarithms of their
-    softmax, the gradient of those, and the one that is computed from it. With ``gathered_once`` also
-    the blocks' parameters in bfloat16. tokens: of all ranks of ``tp``.
+    That's its part of the parameters and of Adam's two states in float32; what each block keeps,
+    divided among the ranks of ``tp``; and three float32 tensors of the logits' size: their
+    log-softmax, its gradient, and the logits' gradient. With ``gathered_once``, also the blocks'
+    parameters in bfloat16. tokens: those of all ranks of ``tp``.
     """
     state = 12 * sizes.parameters // dp_shard
     kept = sizes.layers * kept_bytes(sizes, tokens, recompute)
@@ -85,7 +85,7 @@ def least_bytes(
 
 
 def state_bytes(sizes: TransformerSizes, dp_shard: int = 1) -> int:
-    """Float32 parameters, gradients and Adam's two states, divided among ``dp_shard`` ranks."""
+    """Bytes of float32 parameters, gradients and Adam's two states, divided among ``dp_shard`` ranks."""
     return 16 * sizes.parameters // dp_shard
 
 
@@ -93,7 +93,7 @@ def state_bytes(sizes: TransformerSizes, dp_shard: int = 1) -> int:
 
 DIMENSIONS = ("tensor", "context", "pipeline", "data")
 
-_WORKING_BYTES = 2  # of an activation, of a parameter that is computed with: bfloat16
+_WORKING_BYTES = 2  # of an activation, or a parameter as it's used in computation: bfloat16
 _GRADIENT_BYTES = 4
 _ADAM_BYTES = 12  # parameter, momentum and variance in float32, sharded
 
@@ -102,21 +102,21 @@ _Sent = list[tuple[int, float, float, float]]
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one dimension sends in one step."""
+    """What's sent along one dimension in one step."""
 
     dimension: str
-    ranks: tuple[int, ...]  # of the slowest group; where all are alike, rank 0's
+    ranks: tuple[int, ...]  # of the slowest group; rank 0's if all are alike
     link: str
     sent_bytes: float  # by each GPU
     sending_s: float
-    exposed_s: float  # of that, what nothing is computed beside
+    exposed_s: float  # the part of it that isn't hidden by computation
 
 
 @dataclass(frozen=True)
 class MeshStep:
     """One training step on a mesh, as each of its GPUs sees it."""
 
-    traffic: tuple[Traffic, ...]  # the dimension whose ranks are neighbors first
+    traffic: tuple[Traffic, ...]  # starting with the dimension whose ranks are neighbors
     compute_s: float
     bubble_s: float
     held_bytes: float  # parameters, gradients and optimizer state; no activations
@@ -134,8 +134,9 @@ def mesh_step(
 ) -> MeshStep:
     """One training step of ``sequences`` sequences, each of ``model.sequence`` tokens, on a mesh.
 
-    sizes: of each of ``DIMENSIONS``, the one whose ranks are neighbors first. cost: what the GPUs
-    and their links can do, and how many of them a host has. ValueError for sizes that do not divide.
+    sizes: the size of each of ``DIMENSIONS``, starting with the one whose ranks are neighbors.
+    cost: what the GPUs and their links can do, and how many GPUs a host has. Raises ValueError for
+    sizes that don't divide the model.
     """
     _check_mesh(sizes, model, sequences)
     tensor, context, pipeline, data = (sizes[name] for name in DIMENSIONS)
@@ -146,7 +147,7 @@ def mesh_step(
     hidden_bytes = tokens * model.width * _WORKING_BYTES
 
     flop_per_s = cost.spec.tensor_flop_per_s * cost.arithmetic_share
-    # Half of the scores lie behind the mask. Two products: with keys, and with values.
+    # The mask hides half of the scores. There are two products: with keys, and with values.
     attention_flop = 2 * model.sequence**2 * model.width / tensor
     products_flop = 2 * model.sequence * model.block_products / tensor
     forward_s = layers * (attention_flop + products_flop) / context / flop_per_s
@@ -157,10 +158,11 @@ def mesh_step(
         return sent_bytes, cost.group_time_s(name, size_bytes, ranks)
 
     def message(size_bytes: float, pairs: Iterable[tuple[int, int]]) -> tuple[float, float]:
-        """From neighbor to neighbor at once, as slow as the slowest pair."""
+        """All neighbors send to each other at once, at the pace of the slowest pair."""
         return size_bytes, max(cost.group_time_s("send", size_bytes, pair) for pair in pairs)
 
-    # What each GPU sends in each dimension: how often; bytes and seconds; beside how much arithmetic.
+    # What each GPU sends in each dimension: how often; bytes and seconds; during how much
+    # arithmetic.
     sums, ring, stages = (_slowest(sizes, cost, name) for name in DIMENSIONS[:3])
     shards = _slowest(sizes, cost, "data", "context")
     each_sum = collective("all_reduce", hidden_bytes, sums)
@@ -176,14 +178,18 @@ def mesh_step(
     if context > 1:
         pairs = list(zip(ring, ring[1:] + ring[:1], strict=True))
         numbers = 2 * tokens * model.key_value_width / tensor  # keys and values
-        # What a rank computes in one layer with one rank's keys and values.
+        # A rank's computation in one layer with one rank's keys and values.
         block_s = attention_flop / context**2 / flop_per_s
         forward = message(numbers * _WORKING_BYTES, pairs)
         backward = message(numbers * (_WORKING_BYTES + _GRADIENT_BYTES), pairs)
         times = layers * micro_batches
         sent["context"] = [
             (times * (context - 1), *forward, block_s),
-            (times * context, *backward, 2 * block_s),  # once more, until the gradients are home
+            (
+                times * context,
+                *backward,
+                2 * block_s,
+            ),  # once more, until the gradients are back home
         ]
     if pipeline > 1:
         exposed = 2 * (pipeline - 1)  # they fill and drain the pipeline
@@ -195,7 +201,7 @@ def mesh_step(
     traffic = {name: _traffic(name, ranks[name], cost, sent[name]) for name in sizes}
     if (
         pipeline > 1
-    ):  # of each GPU but those at the ends, also where it takes longer to fill than to run
+    ):  # for every GPU but those at the ends, even if filling takes longer than running
         sent_bytes = 2 * micro_batches * hidden_bytes
         traffic["pipeline"] = replace(traffic["pipeline"], sent_bytes=sent_bytes)
     compute_s = micro_batches * (forward_s + backward_s)
@@ -209,10 +215,10 @@ def mesh_step(
 
 
 def _slowest(sizes: Mapping[str, int], cost: CostModel, *dimensions: str) -> list[int]:
-    """The group for which others wait; where all are alike, the first.
+    """The group that the others wait for; the first if all are alike.
 
-    The host with the fewest of its GPUs has the fewest adapters for the group, and holds up its ring;
-    a group inside one host comes before all others. Then more hosts take more steps.
+    The host with the fewest of the group's GPUs has the fewest adapters for it, and slows down its
+    ring; a group inside one host is the fastest. Otherwise, more hosts take more steps.
     """
 
     def slowness(group: list[int]) -> tuple[int, int, int]:
@@ -241,10 +247,10 @@ def _check_mesh(sizes: Mapping[str, int], model: TransformerSizes, sequences: in
     check_count("sequences", sequences)
     divided = {
         "tensor": (model.key_value_heads, "key-value heads"),
-        "context": (model.sequence, "tokens of a sequence"),
+        "context": (model.sequence, "tokens per sequence"),
         "pipeline": (model.layers, "layers"),
         "data": (sequences, "sequences"),
     }
     for name, (count, what) in divided.items():
         if count % sizes[name]:
-            raise ValueError(f"{count} {what} do not divide by {name} = {sizes[name]}")
+            raise ValueError(f"{count} {what} aren't divisible by {name} = {sizes[name]}")

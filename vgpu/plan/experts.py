@@ -1,18 +1,20 @@
-"""Experts in place of a block's feed-forward part, each token going through a few of them.
+"""Experts that replace a block's feed-forward layer; each token goes through a few of them.
 
-A router picks ``per_token`` experts for each token. Each expert has as many slots as ``capacity`` says;
-tokens are sorted into them, those for which an expert has none left are dropped, and the experts'
-products are one grouped product. At a capacity of 1 that takes what dropless training takes if the
-router keeps experts equally busy; a larger one is how much busier the busiest is.
+A router picks ``per_token`` experts for each token. Each expert has a number of slots, given by
+``capacity``; tokens are sorted into them and dropped if an expert has none left, and the experts'
+products are one grouped product. A capacity of 1 costs as much as dropless training with a router
+that keeps experts equally busy; a larger one says how much busier the busiest expert is.
 
-With expert parallelism each rank has some of the experts and sends slots to their ranks and back
-(all-to-all), forward and backward, as GShard does.
+With expert parallelism, each rank has some of the experts, and slots are sent to their ranks and
+back (all-to-all), forward and backward, as in GShard: a token once for each of its experts. With
+``ranks_per_token``, a token's experts are on that many ranks at most. It's sent once to each of them,
+along with its weights, and sorted into slots there.
 
-Left out: the losses that keep experts equally busy, groups of hosts to which a token's experts are
-limited, what the host waits for when it asks how many tokens go where, and experts in float8.
+Left out: the losses that keep experts equally busy, the host's wait for how many tokens go where, and
+experts in float8.
 
 Sources: Lepikhin et al., 2020, GShard; Jiang et al., 2024, Mixtral of experts; DeepSeek-AI, 2024,
-DeepSeek-V3 technical report (shared experts).
+DeepSeek-V2 (device-limited routing) and DeepSeek-V3 technical report (shared experts).
 """
 
 import math
@@ -27,32 +29,36 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """Of the experts of each block."""
+    """The sizes of each block's experts."""
 
     count: int
     per_token: int
     width: int  # inside an expert
-    shared_width: int = 0  # inside one that every token goes through; 0: there is none
-    dense_layers: int = 0  # blocks in front that have a feed-forward part in place of experts
-    capacity: float = 1.0  # slots of an expert for each token that it gets if all get as many
+    shared_width: int = 0  # inside a shared expert, which every token goes through; 0: none
+    dense_layers: int = 0  # first blocks, which have a feed-forward layer instead
+    capacity: float = 1.0  # an expert's slots, relative to an equal share of the tokens
+    ranks_per_token: int | None = None  # ranks of ep that a token's experts may be on; None: any
 
     def check(self) -> None:
-        """ValueError for sizes that no ``Experts`` can have."""
+        """Raise ValueError for sizes that no ``Experts`` can have."""
         for name, least in (
             ("count", 1),
             ("per_token", 1),
             ("width", 1),
             ("shared_width", 0),
             ("dense_layers", 0),
+            ("ranks_per_token", 1),
         ):
             value = getattr(self, name)
+            if name == "ranks_per_token" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(
                     f"{name} of experts must be a whole number of at least {least}, got {value!r}"
                 )
         if self.per_token > self.count:
             raise ValueError(
-                f"a token cannot go through {self.per_token} of {self.count} experts: give at least as "
+                f"a token can't go through {self.per_token} of {self.count} experts: give at least as "
                 "many experts"
             )
         if not 0 < self.capacity <= self.count:
@@ -61,12 +67,23 @@ class ExpertSizes:
                 f"{self.capacity!r}"
             )
 
+    def check_division(self, ep: int) -> None:
+        """Raise ValueError if the experts can't be divided among this many ranks."""
+        if self.count % ep:
+            raise ValueError(f"{self.count} experts can't be divided among {ep} ranks of ep")
+        limit = self.ranks_per_token
+        if limit is not None and (limit > ep or limit * (self.count // ep) < self.per_token):
+            raise ValueError(
+                f"a token's {self.per_token} experts can't be on {limit} of {ep} ranks of ep, which have "
+                f"{self.count // ep} each: give another number of ranks_per_token"
+            )
+
 
 class Experts(nn.Module):
-    """(B, S, width) in and out. SwiGLU in each expert, weighted by what the router gave it."""
+    """Input and output are (B, S, width). SwiGLU in each expert, weighted by the router."""
 
     def __init__(self, width: int, sizes: ExpertSizes, shared: nn.Module | None) -> None:
-        """shared: what every token goes through besides."""
+        """shared: a module that every token also goes through."""
         super().__init__()
         self.sizes, self.shared = sizes, shared
         self.router = nn.Parameter(torch.empty(sizes.count, width))
@@ -75,42 +92,66 @@ class Experts(nn.Module):
         nn.init.normal_(self.router, std=width**-0.5)
 
     def divide(self, mesh: DeviceMesh) -> None:
-        """Keep this rank's part of the experts, of a mesh of one dimension."""
+        """Keep this rank's part of the experts, on a one-dimensional mesh."""
         self.group = mesh.get_group()
         self.own.keep(mesh.get_local_rank(), mesh.size())
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens = hidden.flatten(0, -2)  # (T, width)
-        token_of, weights = self._slots(tokens)
-        slots = F.pad(tokens, (0, 0, 0, 1))[token_of]  # (experts · slots of each, width)
-        done = self._compute(slots) * weights.to(slots.dtype)[:, None]
-        output = torch.zeros_like(F.pad(tokens, (0, 0, 0, 1))).index_add(0, token_of, done)[:-1]
+        chances = F.linear(tokens, self.router).float().softmax(-1)  # (T, experts)
+        if self.group is None or self.sizes.ranks_per_token is None:
+            weights, experts = self._chosen(chances)
+            slots = _Slots(experts, weights, self.sizes.count, self._each(len(tokens)))
+            output = slots.added(self._compute(slots.taken(tokens)), len(tokens))
+        else:
+            output = self._limited(tokens, chances, self.group, self.sizes.ranks_per_token)
         if self.shared is not None:
             output = output + self.shared(tokens)
         return output.view_as(hidden)
 
-    def _slots(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each slot, expert by expert: its token, T for none, and the router's weight."""
-        sizes, count = self.sizes, len(tokens)
-        each = math.ceil(count * sizes.per_token * sizes.capacity / sizes.count)
-        chances = F.linear(tokens, self.router).float().softmax(-1)
-        weights, experts = chances.topk(sizes.per_token)  # (T, per_token)
-        expert, order = experts.flatten().sort(stable=True)
-        first = torch.searchsorted(expert, torch.arange(sizes.count, device=tokens.device))
-        place = torch.arange(len(order), device=tokens.device) - first[expert]
-        slot = torch.where(place < each, expert * each + place, sizes.count * each)
-        token_of = torch.full_like(slot[:1], count).expand(sizes.count * each + 1)
-        token_of = token_of.scatter(0, slot, order // sizes.per_token)[:-1]
-        given = (weights / weights.sum(-1, keepdim=True)).flatten()[order]
-        weight_of = torch.zeros_like(given[:1]).expand(sizes.count * each + 1)
-        return token_of, weight_of.scatter(0, slot, given)[:-1]
+    def _chosen(self, chances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each token, the weights of its experts and their numbers; both (T, per_token)."""
+        weights, experts = chances.topk(self.sizes.per_token)
+        return weights / weights.sum(-1, keepdim=True), experts
+
+    def _each(self, tokens: int) -> int:
+        """How many slots each expert has for this many tokens."""
+        sizes = self.sizes
+        return math.ceil(tokens * sizes.per_token * sizes.capacity / sizes.count)
+
+    def _limited(
+        self, tokens: torch.Tensor, chances: torch.Tensor, group: dist.ProcessGroup, ranks: int
+    ) -> torch.Tensor:
+        """Send each token to this many ranks, once to each, and compute its experts there."""
+        parts, count = group.size(), len(tokens)
+        of_ranks = chances.unflatten(-1, (parts, -1))  # (T, ranks, experts of each)
+        _, sent_to = of_ranks.amax(-1).topk(ranks)
+        allowed = torch.zeros_like(of_ranks[..., 0]).scatter(1, sent_to, 1.0)
+        weights, experts = self._chosen((of_ranks * allowed[..., None]).flatten(1))
+        all_weights = (
+            torch.zeros_like(chances).scatter(1, experts, weights).unflatten(1, (parts, -1))
+        )
+        # Each rank receives tokens, and the weights of its own experts for them.
+        each = math.ceil(count * ranks * self.sizes.capacity / parts)
+        rows = _Slots(sent_to, torch.ones_like(sent_to, dtype=tokens.dtype), parts, each)
+        rank_of = torch.arange(parts * each, device=tokens.device) // each
+        given = F.pad(all_weights, (0, 0, 0, 0, 0, 1))[rows.token_of, rank_of]
+        received = _Exchange.apply(rows.taken(tokens), group)
+        given = _Exchange.apply(given, group)  # (rows, own experts), 0 where not chosen
+        most = min(self.sizes.per_token, given.size(1))
+        weights, experts = given.topk(most)
+        experts = torch.where(weights > 0, experts, given.size(1))
+        slots = _Slots(experts, weights, given.size(1), self._each(count * parts))
+        done = self.own(slots.taken(received).unflatten(0, (given.size(1), -1))).flatten(0, 1)
+        returned = _Exchange.apply(slots.added(done, len(received)), group)
+        return rows.added(returned, count)
 
     def _compute(self, slots: torch.Tensor) -> torch.Tensor:
-        """(experts · slots of each, width) in and out."""
+        """Input and output are (experts · slots of each, width)."""
         if self.group is None:
             return self.own(slots.unflatten(0, (self.sizes.count, -1))).flatten(0, 1)
         parts = self.group.size()
-        # From each rank its slots of my experts, (ranks, my experts, slots of each, width).
+        # From each rank, its slots for my experts: (ranks, my experts, slots of each, width).
         received = _Exchange.apply(slots, self.group)
         received = received.unflatten(0, (parts, self.sizes.count // parts, -1))
         done = self.own(received.transpose(0, 1).flatten(1, 2))
@@ -118,8 +159,37 @@ class Experts(nn.Module):
         return _Exchange.apply(returned.contiguous(), self.group)
 
 
+class _Slots:
+    """Slots for tokens, the same number for each receiver (an expert or a rank)."""
+
+    def __init__(
+        self, receivers: torch.Tensor, weights: torch.Tensor, count: int, each: int
+    ) -> None:
+        """receivers: (T, several), each from 0 to ``count``, which means none."""
+        tokens, several = receivers.shape
+        receiver, order = receivers.flatten().sort(stable=True)
+        first = torch.searchsorted(receiver, torch.arange(count + 1, device=receiver.device))
+        place = torch.arange(len(order), device=receiver.device) - first[receiver]
+        fits = (place < each) & (receiver < count)
+        slot = torch.where(fits, receiver * each + place, count * each)
+        token_of = torch.full_like(slot[:1], tokens).expand(count * each + 1)
+        self.token_of = token_of.scatter(0, slot, order // several)[:-1]  # T for none
+        weight_of = torch.zeros_like(weights.flatten()[:1]).expand(count * each + 1)
+        self._weight_of = weight_of.scatter(0, slot, weights.flatten()[order])[:-1]
+
+    def taken(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Fill the slots: (T, width) to (slots, width), with zeros in empty ones."""
+        return F.pad(tokens, (0, 0, 0, 1))[self.token_of]
+
+    def added(self, slots: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Sum each token's slots by weight: (slots, width) to (T, width)."""
+        weighted = slots * self._weight_of.to(slots.dtype)[:, None]
+        output = weighted.new_zeros(tokens + 1, slots.size(1))
+        return output.index_add(0, self.token_of, weighted)[:-1]
+
+
 class GroupedFeedForward(nn.Module):
-    """(experts, slots, width) in and out: SwiGLU of each expert, as grouped products."""
+    """Input and output are (experts, slots, width): each expert's SwiGLU, as grouped products."""
 
     def __init__(self, count: int, width: int, inside: int) -> None:
         super().__init__()
@@ -130,7 +200,7 @@ class GroupedFeedForward(nn.Module):
             nn.init.normal_(weight, std=weight.size(1) ** -0.5)
 
     def keep(self, part: int, parts: int) -> None:
-        """One of so many equal parts of the experts, in place."""
+        """Keep one of ``parts`` equal parts of the experts, in place."""
         for name, weight in list(self.named_parameters()):
             setattr(self, name, nn.Parameter(weight.detach().chunk(parts)[part].clone()))
 
@@ -140,7 +210,7 @@ class GroupedFeedForward(nn.Module):
 
 
 class _Exchange(torch.autograd.Function):
-    """Each rank of a group sends an equal part of its rows to each other one; the gradients go back."""
+    """Each rank of a group sends equal parts of its rows to all ranks; the gradients go back."""
 
     @staticmethod
     def forward(ctx, rows, group):

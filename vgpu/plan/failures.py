@@ -1,11 +1,10 @@
-"""Time that failures and checkpoints take from a training run: simulated, and by the usual formulas.
+"""Time that a training run loses to failures and checkpoints: simulated, and by the usual formulas.
 
-A failure of any GPU stops all of them. The run then restarts and computes once more what it had
-done since its last checkpoint. Failures come at a constant rate, whatever happened before, also
-while a checkpoint is written or a restart is under way (an exponential distribution).
+If any GPU fails, all of them stop. The run then restarts, and repeats what it had done since its
+last checkpoint. Failures occur at a constant rate (an exponential distribution), even while a
+checkpoint is being written or a restart is in progress.
 
-Left out: checkpoints that are written beside the training, and GPUs that are slow or wrong without
-failing.
+Left out: checkpoints that are written during training, and GPUs that are slow or wrong without failing.
 """
 
 import math
@@ -19,21 +18,21 @@ from itertools import accumulate, repeat
 LLAMA_3_FAILURES_PER_GPU_S = 419 / (54 * 86_400 * 16_384)
 
 MOST_EVENTS = 10_000_000
-"""Limit of the failures and checkpoints that a simulation expects; 400,000 of them take a second."""
+"""The most failures and checkpoints that a simulation may expect; 400,000 of them take a second."""
 
 
 def mean_time_between_failures_s(
     gpus: int, failures_per_gpu_s: float = LLAMA_3_FAILURES_PER_GPU_S
 ) -> float:
-    """Seconds from one failure to the next, on average, of a training run on so many GPUs."""
+    """The average number of seconds between failures of a training run on ``gpus`` GPUs."""
     _check_positive(gpus=gpus, failures_per_gpu_s=failures_per_gpu_s)
     return 1 / (gpus * failures_per_gpu_s)
 
 
 def best_interval_s(checkpoint_s: float, between_failures_s: float) -> float:
-    """Seconds of training between two checkpoints that lose least: sqrt(2 · cost · MTBF).
+    """The number of seconds between two checkpoints that loses the least time: sqrt(2 · cost · MTBF).
 
-    Young, 1974, A first order approximation to the optimum checkpoint interval. It holds where a
+    Young, 1974, A first order approximation to the optimum checkpoint interval. It holds if a
     checkpoint takes much less time than passes between failures.
     """
     _check_positive(checkpoint_s=checkpoint_s, between_failures_s=between_failures_s)
@@ -43,7 +42,7 @@ def best_interval_s(checkpoint_s: float, between_failures_s: float) -> float:
 def expected_goodput(
     interval_s: float, checkpoint_s: float, restart_s: float, between_failures_s: float
 ) -> float:
-    """The share of all time that goes into training which lasts, from 0 to 1.
+    """The fraction of all time that goes into training that isn't lost, from 0 to 1.
 
     Daly, 2006, A higher order estimate of the optimum checkpoint interval for restart dumps:
     exact for failures at a constant rate.
@@ -51,16 +50,16 @@ def expected_goodput(
     _check_positive(interval_s=interval_s, between_failures_s=between_failures_s)
     _check_not_negative(checkpoint_s=checkpoint_s, restart_s=restart_s)
     part_s = interval_s + checkpoint_s
-    expected = part_s / between_failures_s  # failures while a part takes its time
+    expected = part_s / between_failures_s  # expected failures during one interval
     if expected > 700:
-        return 0.0  # to within 1e-300; beyond, e^expected is no float
+        return 0.0  # to within 1e-300; e^expected would overflow
     lasts = expected / math.expm1(expected)
     return interval_s / part_s * lasts * math.exp(-restart_s / between_failures_s)
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """How long a training run took, and how much of that was training which lasts."""
+    """How long a training run took, and how much of that was training that wasn't lost."""
 
     training_s: float
     total_s: float
@@ -68,7 +67,7 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Of all time, what went into training that lasts."""
+        """The fraction of all time that went into training that wasn't lost."""
         return self.training_s / self.total_s
 
 
@@ -80,9 +79,9 @@ def simulated(
     between_failures_s: float,
     seed: int = 0,
 ) -> Goodput:
-    """A training of ``training_s`` seconds with failures drawn at random.
+    """A training run of ``training_s`` seconds, with failures drawn at random.
 
-    ValueError where more than ``MOST_EVENTS`` failures or checkpoints are expected.
+    Raises ValueError if more than ``MOST_EVENTS`` failures or checkpoints are expected.
     """
     _check_positive(training_s=training_s)
     share = expected_goodput(
@@ -90,9 +89,9 @@ def simulated(
     )
     if training_s / min(between_failures_s, interval_s) > MOST_EVENTS * share:
         raise ValueError(
-            f"a failure every {between_failures_s:,.0f} s lets parts of {interval_s:,.0f} s, with "
-            f"checkpoints of {checkpoint_s:,.0f} s and restarts of {restart_s:,.0f} s, pass so "
-            f"rarely that more than {MOST_EVENTS:,} failures or parts are expected in "
+            f"with a failure every {between_failures_s:,.0f} s, intervals of {interval_s:,.0f} s, "
+            f"checkpoints of {checkpoint_s:,.0f} s and restarts of {restart_s:,.0f} s, an interval "
+            f"completes so rarely that more than {MOST_EVENTS:,} failures or intervals are expected in "
             f"{training_s:,.0f} s of training: choose another interval, or train for less. "
             f"expected_goodput says {share:.3g}"
         )
@@ -108,9 +107,9 @@ def with_failures_at(
     restart_s: float,
     failures_s: Iterable[float],
 ) -> Goodput:
-    """A training with failures at given times, in seconds since it began, in order.
+    """A training run with failures at given times, in seconds since its start, in order.
 
-    After each ``interval_s`` of training comes a checkpoint, the last of them at the end.
+    A checkpoint follows each ``interval_s`` of training, with the last one at the end.
     """
     coming = iter(failures_s)
     next_s = next(coming, math.inf)

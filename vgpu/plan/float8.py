@@ -1,20 +1,20 @@
-"""Linear layers that multiply in float8, as torchao's and torchtitan's recipe of one scale a tensor has it.
+"""Linear layers that multiply in float8, as in torchao's and torchtitan's tensorwise recipe.
 
-Each of the three products of a layer takes float8 factors and gives bfloat16: the output from input and
-weight (e4m3), the input's gradient and the weight's gradient from the output's gradient (e5m2). What is
-bfloat16 is scaled by its largest absolute value and cast just before its product. The input is kept for
-backward as float8, which is what torch.compile finds least to keep. A product wants its right factor
-by columns, which takes a transposed copy for both gradients.
+Each of a layer's three products takes float8 factors and returns bfloat16: the output is computed
+from input and weight (e4m3), the gradients of input and weight from the output's gradient (e5m2).
+bfloat16 tensors are scaled by their largest absolute value and cast just before the product. The
+input is kept for the backward pass in float8, which is the least that torch.compile finds to keep.
+A product needs its right factor in column-major order, which takes a transposed copy for both
+gradients.
 
-With tensor parallelism a rank casts its part of a sequence, and float8 is gathered: the input of
-layers that are cut by columns, and the gradient of the output of those that are cut by rows. The
-largest value of what ranks share is reduced among them.
+With tensor parallelism, a rank casts its part of a sequence, and float8 is what's gathered: the
+input of column-wise layers, and the output's gradient of row-wise ones. The largest value of a
+tensor that ranks share is reduced across them.
 
-Left out: parameters that FSDP2 gathers as float8. Here it gathers bfloat16, and each rank casts what it
-has gathered.
+Left out: FSDP2's all-gather in float8. Here it gathers bfloat16, and each rank casts what it gathered.
 
-Source: pytorch/ao, torchao/float8/float8_linear.py (``tensorwise``) and float8_tensor_parallel.py; and
-torchtitan, which converts all layers but the output.
+Source: pytorch/ao, torchao/float8/float8_linear.py (``tensorwise``) and float8_tensor_parallel.py;
+and torchtitan, which converts every layer except the output.
 """
 
 import weakref
@@ -27,13 +27,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 INPUTS, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 _SIDE = 16
-"""A layer is converted if both of its sizes are multiples of it: ``torch._scaled_mm`` takes no others."""
+"""A layer is converted if both its sizes are multiples of this: ``torch._scaled_mm`` takes no others."""
 
-_Cast = tuple[torch.Tensor, torch.Tensor]  # float8 values, and what they were multiplied by
+_Cast = tuple[
+    torch.Tensor, torch.Tensor
+]  # float8 values, and the scale that they were multiplied by
 
 
 class Float8Linear(nn.Linear):
-    """``nn.Linear`` without bias, with products in float8. (..., inputs) in, (..., outputs) out."""
+    """``nn.Linear`` without bias, with products in float8: (..., inputs) to (..., outputs)."""
 
     def __init__(self, weight: torch.Tensor, casts: "LastCast") -> None:
         """casts: shared by the layers of a model."""
@@ -58,9 +60,9 @@ def use_float8(module: nn.Module) -> "LastCast":
 
 
 class LastCast:
-    """The float8 of the tensor that was cast last.
+    """The float8 version of the tensor that was cast last.
 
-    Several layers that are given the same tensor one after another cast it once, as compiled code does.
+    If several layers in a row get the same tensor, it's cast once, as in compiled code.
     """
 
     def __init__(self) -> None:
@@ -123,11 +125,11 @@ def _by_columns(cast: _Cast) -> _Cast:
     return cast[0].t().contiguous().t(), cast[1]
 
 
-# Tensor parallelism: float8 is what is gathered
+# Tensor parallelism: gathering float8
 
 
 def gather_input(module: nn.Module, casts: LastCast) -> None:
-    """A module's first argument, (B, S, width) of which each rank has a part of S, is gathered."""
+    """Gather a module's first argument, (B, S, width), of which each rank has a part of S."""
 
     def gathered(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         values, scale = _gathered(_cast(arguments[0].detach(), INPUTS))
@@ -139,12 +141,12 @@ def gather_input(module: nn.Module, casts: LastCast) -> None:
 
 
 def scatter_output(module: nn.Module, mesh: DeviceMesh, casts: LastCast) -> None:
-    """A linear layer's output, a sum over ranks, is scattered along S; its gradient is gathered."""
+    """Scatter a linear layer's output, a sum over ranks, along S; its gradient is gathered."""
     module.register_forward_hook(lambda module, _, output: _Scattered.apply(output, mesh, casts))
 
 
 class _Gathered(torch.autograd.Function):
-    """What stands for a gathered tensor: without numbers, since float8 is computed with."""
+    """Stands in for a gathered tensor, without values, since products use its float8 version."""
 
     @staticmethod
     def forward(ctx, x, scale, size):

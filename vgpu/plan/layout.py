@@ -1,7 +1,7 @@
-"""How a transformer is divided over ranks: degrees of parallelism, and PyTorch's own code for them.
+"""How a transformer is divided over ranks: degrees of parallelism, and PyTorch's code for each.
 
-The degrees have torchtitan's names: ``pp``, ``dp_replicate``, ``dp_shard``, ``cp`` and ``tp``. FSDP2,
-tensor and context parallelism and recomputation are applied by the same lines to ranks that exist, under
+The degrees have torchtitan's names: ``pp``, ``dp_replicate``, ``dp_shard``, ``cp`` and ``tp``. The
+same lines apply FSDP2, tensor and context parallelism and recomputation to real ranks, under
 ``launch.run`` or torchrun, and to a rank of ``vgpu.cluster``.
 """
 
@@ -40,47 +40,50 @@ from vgpu.plan.recomputation import recomputed
 from vgpu.plan.transformer import Transformer, TransformerBlock, TransformerSizes, check_count
 
 RECOMPUTE = ("none", "selective", "full")
-"""What of a block backward computes again: nothing, all but attention and every second matrix
-product (torchtitan's "selective op"), or everything (activation checkpointing)."""
+"""What backward recomputes in a block: nothing, everything but attention and every second matrix
+product (torchtitan's "selective op"), or everything (activation checkpointing).
+"""
 
 REDUCE = ("float32", "bfloat16")
-"""In which type gradients are reduced among ranks."""
+"""The dtypes in which gradients can be reduced across ranks."""
 
 SHOW_AFTER_S = 2.0
-"""From here on a bar shows how far a prediction is."""
+"""A prediction that takes longer shows a progress bar."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """Degrees of parallelism; their product is the number of ranks.
 
-    Neighboring ranks are those of ``tp``, which send most often; then come ``cp``, ``dp_shard``,
-    ``dp_replicate`` and ``pp``.
+    The ranks of ``tp``, which communicate most often, are neighbors; then come ``cp``,
+    ``dp_shard``, ``dp_replicate`` and ``pp``.
     """
 
     dp_replicate: int = 1
-    """Groups of ranks that hold the same parameters and compute on samples of their own."""
+    """Groups of ranks that hold the same parameters and compute on different samples."""
     dp_shard: int = 1
     """Ranks among which FSDP2 shards parameters, gradients and optimizer state."""
     tp: int = 1
     """Ranks that compute each layer together (tensor and sequence parallelism)."""
     pp: int = 1
-    """Pipeline stages: groups of ranks with consecutive layers each."""
+    """Pipeline stages: groups of ranks, each with consecutive layers."""
     cp: int = 1
     """Ranks that share each sequence (context parallelism); FSDP2 shards among them, too."""
     ep: int = 1
-    """Of the ranks of ``dp_shard`` and ``cp``, neighbors that have different experts; no more ranks."""
+    """Neighboring ranks of ``dp_shard`` and ``cp`` that hold different experts; adds no ranks."""
 
     def __post_init__(self) -> None:
         for name, degree in vars(self).items():
             check_count(name, degree)
         if self.shards % self.ep:
             raise ValueError(
-                f"{self.ep} ranks that have different experts (ep) must divide those of dp_shard and "
-                f"cp, which are {self.shards}"
+                f"{self.ep} ranks with different experts (ep) must divide the {self.shards} ranks of "
+                f"dp_shard and cp"
             )
         if self.ep > 1 and self.tp > 1:
-            raise ValueError("ranks of tp cannot share experts here: give ep or tp, not both")
+            raise ValueError(
+                "experts aren't supported with tensor parallelism: give ep or tp, not both"
+            )
 
     @property
     def ranks(self) -> int:
@@ -92,28 +95,30 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Ranks among which parameters are sharded: those of ``dp_shard`` and of ``cp``."""
+        """The number of ranks among which parameters are sharded: those of ``dp_shard`` and ``cp``."""
         return self.dp_shard * self.cp
 
     @property
     def dp(self) -> int:
-        """Parts into which a batch is divided; ranks of ``tp`` and ``cp`` see the same samples."""
+        """The number of parts into which a batch is divided; ranks of ``tp`` and ``cp`` see the
+        same samples.
+        """
         return self.dp_replicate * self.dp_shard
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The ranks of the default process group, with a dimension for each degree but ``pp`` of 1.
+        """The ranks of the default process group, with a dimension for each degree; ``pp`` must be 1.
 
-        Those of ``cp`` belong to ``dp_shard``: FSDP2 shards among both.
+        ``cp`` is part of ``dp_shard``, because FSDP2 shards among both.
         """
         return self._mesh(device_type, {"dp_shard": self.shards, "tp": self.tp})
 
     def context_mesh(self, device_type: str) -> DeviceMesh:
-        """The ranks that share their sequences with this one."""
+        """The ranks that share sequences with this one."""
         degrees = {"dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
         return self._mesh(device_type, degrees)["cp"]
 
     def expert_mesh(self, device_type: str) -> DeviceMesh:
-        """The ranks of each part of the experts, as dp_replicate and dp_shard, and those of ``ep``."""
+        """A mesh for experts: the ranks of each part as dp_replicate and dp_shard, and those of ``ep``."""
         return self._mesh(device_type, {"dp_shard": self.shards // self.ep, "ep": self.ep})
 
     def _mesh(self, device_type: str, of_replica: dict[str, int]) -> DeviceMesh:
@@ -123,14 +128,14 @@ class Layout:
         return init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
 
     def __str__(self) -> str:
-        """Such as "dp_shard 8 × tp 8"."""
+        """For example "dp_shard 8 × tp 8"."""
         degrees = {"pp": self.pp} | vars(self)
         shown = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
         return " × ".join(shown) or "1 rank"
 
 
 def check_tp(sizes: TransformerSizes, tp: int, sequence: int | None = None) -> None:
-    """ValueError if a layer of these sizes cannot be shared evenly by ``tp`` ranks."""
+    """Raise ValueError if ``tp`` ranks can't share a layer of these sizes evenly."""
     divided = {
         "heads": sizes.heads,
         "key-value heads": sizes.key_value_heads,
@@ -142,19 +147,19 @@ def check_tp(sizes: TransformerSizes, tp: int, sequence: int | None = None) -> N
     if uneven:
         largest = math.gcd(*divided.values())
         raise ValueError(
-            f"{tp} ranks cannot share a layer evenly: {', '.join(uneven)}; all of them divide by "
+            f"{tp} ranks can't share a layer evenly: {', '.join(uneven)}; they must be divisible by "
             f"{largest}"
         )
 
 
-# Who is in a group with whom, and where it lies on hosts
+# Groups of ranks, and the hosts they're on
 
 
 def groups(sizes: Mapping[str, int], *dimensions: str) -> list[list[int]]:
-    """The groups of one dimension, or of several together, each a list of ranks.
+    """The groups along one dimension, or along several together, each a list of ranks.
 
-    sizes: of each dimension, the one whose ranks are neighbors first; ``DeviceMesh`` names that one
-    last.
+    sizes: the size of each dimension, starting with the one whose ranks are neighbors, which is the
+    last in ``DeviceMesh``.
     """
     names = list(sizes)
     strides = [
@@ -169,7 +174,7 @@ def groups(sizes: Mapping[str, int], *dimensions: str) -> list[list[int]]:
 
 
 def placement(ranks: Iterable[int], gpus_per_host: int) -> tuple[int, ...]:
-    """How many of these ranks each of their hosts has, the fewest first; 0 per host means all."""
+    """How many of these ranks are on each of their hosts, fewest first; 0 per host means all on one."""
     return tuple(
         sorted(Counter(r // gpus_per_host if gpus_per_host else 0 for r in ranks).values())
     )
@@ -177,7 +182,7 @@ def placement(ranks: Iterable[int], gpus_per_host: int) -> tuple[int, ...]:
 
 @functools.cache
 def check_hosts(layout: Layout, gpus_per_host: int) -> None:
-    """ValueError if groups of one kind lie on hosts in different ways.
+    """Raise ValueError if groups of one kind are placed differently on hosts.
 
     Some would be slower than others, and no single rank would show how long a step takes.
     """
@@ -194,7 +199,7 @@ def check_hosts(layout: Layout, gpus_per_host: int) -> None:
         ways = sorted({placement(group, gpus_per_host) for group in several})
         if len(ways) > 1:
             raise ValueError(
-                f"{layout} cuts groups of {name} in different ways: one has {ways[0]} ranks on its "
+                f"{layout} places groups of {name} differently: one has {ways[0]} ranks on its "
                 f"hosts of {gpus_per_host} GPUs, another {ways[-1]}. Let the degrees divide "
                 f"{gpus_per_host}, or be multiples of it"
             )
@@ -204,7 +209,7 @@ def check_hosts(layout: Layout, gpus_per_host: int) -> None:
 
 
 class StageLayers(NamedTuple):
-    """What a pipeline stage has of a transformer."""
+    """The part of a transformer that a pipeline stage has."""
 
     layers: int
     first: bool
@@ -214,11 +219,11 @@ class StageLayers(NamedTuple):
 
 
 def split_layers(layers: int, stages: int) -> list[StageLayers]:
-    """The stages of a transformer of so many layers, as torchtitan cuts it.
+    """The stages of a transformer with ``layers`` layers, as torchtitan divides it.
 
-    The embedding and the output count as a layer each, and what is left over goes to the stages in
-    front. So Llama 405B, whose 126 layers do not divide by 8, has 15 layers in its first and last of
-    8 stages and 16 in the others. ValueError for more stages than layers.
+    The embedding and the output each count as a layer, and a remainder goes to the first stages. So
+    Llama 405B, whose 126 layers aren't divisible by 8, has 15 layers in the first and last of 8
+    stages and 16 in the others. Raises ValueError for more stages than layers.
 
     Source: ``_generate_llm_fqn_per_model_part`` in torchtitan/distributed/pipeline_parallel.py; the
     version of December 2024, ``generate_split_points``, gives the same stages there.
@@ -240,8 +245,9 @@ def split_layers(layers: int, stages: int) -> list[StageLayers]:
 class TransformerStage(nn.Module):
     """A pipeline stage of a transformer, for sequences of exactly ``sizes.sequence`` tokens.
 
-    (B, S) integers in for the first stage, else (B, S, width); (B, S, vocabulary) logits out of the
-    last stage, else (B, S, width). With tensor parallelism, S between stages is a rank's part.
+    Input: (B, S) integers for the first stage, (B, S, width) for the others. Output: (B, S,
+    vocabulary) logits from the last stage, (B, S, width) from the others. With tensor parallelism,
+    S between stages is a rank's part.
     """
 
     cos: torch.Tensor
@@ -249,7 +255,7 @@ class TransformerStage(nn.Module):
 
     def __init__(self, sizes: TransformerSizes, part: StageLayers) -> None:
         super().__init__()
-        if sizes.experts is not None and not part.first:  # those in front are in the first stage
+        if sizes.experts is not None and not part.first:  # dense layers are in the first stage
             sizes = dataclasses.replace(
                 sizes, experts=dataclasses.replace(sizes.experts, dense_layers=0)
             )
@@ -279,11 +285,11 @@ class TransformerStage(nn.Module):
 def apply_tp(
     model: Transformer | TransformerStage, mesh: DeviceMesh, casts: LastCast | None = None
 ) -> None:
-    """Divide each layer among the ranks of a mesh of one dimension, in place.
+    """Divide each layer among the ranks of a one-dimensional mesh, in place.
 
-    Between the layers each rank holds a part of every sequence (sequence parallelism, Korthikanti
-    et al., 2022). The logits stay divided by vocabulary: compute the loss in ``loss_context``. casts:
-    of a model in float8, where float8 is gathered.
+    Between the layers, each rank holds a part of every sequence (sequence parallelism, Korthikanti
+    et al., 2022). The logits stay divided by vocabulary: compute the loss in ``loss_context``.
+    casts: for a model in float8, so that float8 is what's gathered.
     """
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -294,7 +300,7 @@ def apply_tp(
         ),
     }
     here = {name: style for name, style in plan.items() if getattr(model, name) is not None}
-    if here:  # a stage in the middle has blocks only
+    if here:  # a middle stage has only blocks
         parallelize_module(model, mesh, here)
     whole = (Replicate(), None, None)
     gathers: dict[str, ParallelStyle] = {
@@ -336,21 +342,23 @@ def apply_tp(
 
 
 def loss_context(layout: Layout) -> AbstractContextManager[None]:
-    """For the loss and its backward: with tensor parallelism, the logits are never gathered."""
+    """A context for the loss and its backward; with tensor parallelism, logits are never gathered."""
     return loss_parallel() if layout.tp > 1 else nullcontext()
 
 
 @contextmanager
 def attention_context(mesh: DeviceMesh | None) -> Iterator[None]:
-    """For forward and backward: attention of sequences that the ranks of a mesh share.
+    """A context for forward and backward: attention over sequences that a mesh's ranks share.
 
-    It is PyTorch's own: each rank has a part of a sequence's front and as much of its end, so that all
-    compute as much; keys and values are gathered, and their gradients go round a ring.
+    It's PyTorch's own: each rank has a part of a sequence's start and an equal part of its end, so
+    that all compute equally much; keys and values are gathered, and their gradients travel around a
+    ring.
     """
     if mesh is None:
         yield
         return
-    # What has a sequence's length was made with a rank's part of it, so that nothing is left to divide.
+    # Tensors of a sequence's length were created with a rank's part of it, so nothing is left to
+    # divide.
     nothing = torch.empty(2 * mesh.size())
     with context_parallel(
         mesh, buffers=[nothing], buffer_seq_dims=[0], no_restore_buffers={nothing}
@@ -365,7 +373,7 @@ def apply_fsdp(
     policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
 ) -> None:
-    """FSDP2 for the whole model and for each of its blocks, which are gathered one after another.
+    """Apply FSDP2 to the whole model and to each of its blocks, which are gathered one after another.
 
     The mesh has one dimension, or two for shards inside replicas (HSDP).
     """
@@ -376,7 +384,7 @@ def apply_fsdp(
 
 
 class ParallelModel:
-    """A model, or a stage of one, as one virtual rank has it; ``module`` is what FSDP2 made of it.
+    """One virtual rank's model, or stage of one; ``module`` is wrapped by FSDP2.
 
     Parameters are gathered in bfloat16.
     """
@@ -391,10 +399,11 @@ class ParallelModel:
         float8: bool = False,
         wrap_ends: bool = False,
     ) -> None:
-        """model: on the host. Of the whole a GPU need not have room for more than its own part.
+        """model: on the host. A GPU needs room only for its own part.
 
-        reduce: the type in which gradients are reduced, one of ``REDUCE``. float8: whether the blocks' linear layers multiply in it.
-        wrap_ends: whether embedding and output are sharded in their own right.
+        reduce: the dtype in which gradients are reduced, one of ``REDUCE``. float8: whether the
+        blocks' linear layers multiply in it. wrap_ends: whether embedding and output are sharded
+        separately.
         """
         casts = use_float8(model.blocks) if float8 else None
         self._layout = layout
@@ -416,7 +425,7 @@ class ParallelModel:
             for block in self._blocks:
                 if isinstance(block.feed_forward, Experts):
                     fully_shard(block.feed_forward.own, mesh=experts_mesh[dp], mp_policy=policy)
-        # With thousands of shards this is what takes minutes.
+        # With thousands of shards, this takes minutes.
         blocks = progress("sharding blocks", "block", items=self._blocks)
         ends = (model.embedding, model.output) if wrap_ends else ()  # a stage may lack them
         apply_fsdp(model, [*filter(None, ends), *blocks], mesh[dp], policy)
@@ -424,19 +433,19 @@ class ParallelModel:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """For forward, loss and backward."""
+        """A context for forward, loss and backward."""
         loss, attention = loss_context(self._layout), attention_context(self._context)
         with loss, attention, warnings.catch_warnings():
-            # With tensor parallelism the embedding returns a view; nothing changes it in place.
+            # With tensor parallelism, the embedding returns a view; nothing changes it in place.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
             yield
 
     def configure(
         self, recompute: str, reshard_after_forward: bool, recompute_every: int = 1
     ) -> None:
-        """Set what may change from step to step: one of ``RECOMPUTE``, and FSDP2's option.
+        """Set what may change from step to step: the recomputation, and FSDP2's resharding.
 
-        recompute_every: of so many blocks, one is recomputed.
+        recompute_every: one of every so many blocks is recomputed.
         """
         block: Any
         for index, (block, forward) in enumerate(zip(self._blocks, self._forwards, strict=True)):
@@ -449,9 +458,10 @@ class ParallelModel:
 
 
 def adam(module: nn.Module) -> torch.optim.AdamW:
-    """AdamW, fused, with a group of parameters for each block and one for the others.
+    """Fused AdamW, with a parameter group for each block and one for the rest.
 
-    DTensor looks at each operator's whole lists of tensors: of all blocks together that takes seconds.
+    For each operator, DTensor inspects the whole list of tensors: for all blocks together, that
+    takes seconds.
     """
     blocks = [child for child in module.modules() if isinstance(child, TransformerBlock)]
     groups = [list(block.parameters()) for block in blocks]
@@ -461,7 +471,7 @@ def adam(module: nn.Module) -> torch.optim.AdamW:
 
 
 def adam_with_state(module: nn.Module) -> torch.optim.AdamW:
-    """The module's optimizer after a first step, which makes its state."""
+    """The module's optimizer after a first step, which creates its state."""
     optimizer = adam(module)
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -472,11 +482,11 @@ def adam_with_state(module: nn.Module) -> torch.optim.AdamW:
 
 @contextmanager
 def without_garbage() -> Iterator[None]:
-    """What the block leaves in cycles is gone when it ends.
+    """Collect what the block leaves in reference cycles when it ends.
 
-    FSDP2 replaces parameters, and the bytes of those before would go in the middle of any later step.
-    With automatic collection off, all new objects are in the youngest generation: to collect that
-    one is quick, where a full collection goes through all of torch.
+    FSDP2 replaces parameters, and the old ones' bytes would be freed in the middle of some later
+    step. With automatic collection off, all new objects are in the youngest generation, which is
+    quick to collect, whereas a full collection goes through all of torch.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -489,9 +499,9 @@ def without_garbage() -> Iterator[None]:
 
 
 def progress(what: str, unit: str, total: int | None = None, items: Any = None) -> Any:
-    """A bar, shown if it takes long; of several processes that predict, their parent has one.
+    """A progress bar, shown if it takes long; if several processes predict, only their parent has one.
 
-    total: of its updates, or items to go through.
+    total: the number of updates, or the items to iterate over.
     """
     child = multiprocessing.parent_process() is not None
     options = {"unit": unit, "leave": False, "delay": SHOW_AFTER_S, "disable": child}

@@ -1,12 +1,12 @@
-"""Every layout of a model on a cluster, and which of those that fit is fastest.
+"""Every layout of a model on a cluster, and the fastest of those that fit.
 
-Each plan is tried with few layers, and extrapolated. For Llama 70B that was the whole model's time
-and allocated bytes to within 0.01 % wherever it was tried. What the allocator reserves grows by steps
-and cannot be extrapolated: the best plans are therefore predicted whole.
+Each plan is recorded with a few layers and extrapolated. For Llama 70B, that matched the whole
+model's time and allocated bytes to within 0.01 % wherever both were computed. What the allocator
+reserves grows in steps and can't be extrapolated, so the best plans are also predicted in full.
 
-Layouts know nothing of each other, so several processes try them at once. They are forked from the
-process that also serves ``launch.run``, which has imported torch: so it works from a notebook, and from
-a script without an ``if __name__ == "__main__"``.
+Layouts are independent, so several processes try them at once. They are forked from the forkserver
+of ``launch.run``, which has imported torch; so this also works from a notebook, and from a script
+without an ``if __name__ == "__main__"``.
 """
 
 import dataclasses
@@ -39,28 +39,28 @@ from vgpu.units import format_bytes
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 _STATE_TOO_LARGE = "parameters and optimizer state alone are too large"
-_ACTIVATIONS_TOO_LARGE = "activations are too large, on paper"
-_ALLOCATED = "more is allocated than a GPU has"
-_RESERVED = "more is reserved than a GPU has"
-_MORE_WORK = "computes or gathers again, though it fits without"
-_SMALLER = "a larger batch fits, computing and gathering no more again"
+_ACTIVATIONS_TOO_LARGE = "activations are too large, by estimate"
+_ALLOCATED = "allocates more than a GPU has"
+_RESERVED = "reserves more than a GPU has"
+_MORE_WORK = "recomputes or regathers, though it fits without"
+_SMALLER = "a larger batch fits, with no more recomputing or regathering"
 
 
 @dataclasses.dataclass
 class Candidate:
-    """A plan that was looked at, and what is known of it."""
+    """A plan that was considered, and what is known about it."""
 
     plan: Plan
     reason: str = ""
-    """Why it fell out; empty for one that fits, as far as is known."""
+    """Why it was ruled out; empty if it fits, as far as is known."""
     seconds: float | None = None
     allocated_bytes: int | None = None
     step: Step | None = None
-    """Only of a plan that was predicted whole; then the figures are the step's."""
+    """Only for a plan that was predicted in full; then the figures are the step's."""
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of one GPU; None for a plan that nobody timed."""
+        """Tokens/s of one GPU; None for a plan that wasn't timed."""
         if self.seconds is None:
             return None
         return self.plan.tokens / self.plan.layout.ranks / self.seconds
@@ -72,19 +72,19 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """All plans. It prints as the best ten, and why the others fell out."""
+    """All plans. Printed, it shows the best ten, and why the others were ruled out."""
 
     candidates: list[Candidate]
 
     @property
     def best(self) -> list[Candidate]:
-        """Those that fit, fastest first. Only where ``step`` is given is it sure that they do."""
+        """Those that fit, fastest first. It's certain only for those with a ``step``."""
         fitting = [one for one in self.candidates if not one.reason]
         return sorted(fitting, key=lambda one: -(one.tokens_per_s or 0))
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Why the others fell out, and how many."""
+        """Why the others were ruled out, and how many."""
         return dict(Counter(one.reason for one in self.candidates if one.reason).most_common())
 
     def __str__(self) -> str:
@@ -102,9 +102,9 @@ class SearchResult:
                     format_bytes(one.reserved_bytes) if one.reserved_bytes else "not tried",
                 )
             )
-        header = "layout, batch, recompute, gathered, tokens/s a GPU, allocated, reserved"
+        header = "layout, batch, recompute, gathered, tokens/s per GPU, allocated, reserved"
         table = Table(header.split(", "), rows)
-        others = Table(("why the others fell out", "plans"), list(self.reasons.items()))
+        others = Table(("why the others were ruled out", "plans"), list(self.reasons.items()))
         head = f"{len(best)} of {len(self.candidates)} plans fit."
         return "\n\n".join([head, *([str(table)] if rows else []), str(others)])
 
@@ -112,22 +112,22 @@ class SearchResult:
 def search(
     plan: Plan, sequences: int | None = None, processes: int | None = None, **costs: Any
 ) -> SearchResult:
-    """Plans for the model, the GPUs and the network of ``plan``: all that divide, and their speed.
+    """All valid plans for the model, GPUs and network of ``plan``, and their speed.
 
-    Layout, batch, recomputation and ``reshard_after_forward`` are searched; ``cp`` stays. Batches are powers of two;
-    sequences: the most in a step, on all GPUs together. From the fastest on, plans are predicted
-    whole until one of them fits. processes: how many try layouts at once, by default as many as
-    cores and memory allow; the result is the same. costs: as for ``predict``. Nothing is
-    accumulated over micro-batches, and the ranks of ``tp`` are neighbors in one host.
-    Pipelines are not tried: ValueError for a plan with stages, for less than one process, and for
-    fewer sequences than any layout takes. RuntimeError where a process dies.
+    Layout, batch, recomputation and ``reshard_after_forward`` are searched; ``cp`` is kept. Batches
+    are powers of two; sequences: the maximum per step, over all GPUs. Starting with the fastest,
+    plans are predicted in full until one of them fits. processes: how many try layouts at once, by
+    default as many as cores and memory allow; the result doesn't depend on it. costs: as for
+    ``predict``. Gradients aren't accumulated, and the ranks of ``tp`` are neighbors in one host.
+    Pipelines aren't tried: raises ValueError for a plan with stages, for less than one process, and
+    for fewer sequences than any layout takes. Raises RuntimeError if a process dies.
     """
     for name, count in (("sequences", sequences), ("processes", processes)):
         if count is not None:
             check_count(name, count)
     if plan.layout.pp > 1:
         raise ValueError(
-            f"a search tries no pipelines, and this layout has {plan.layout.pp} stages: leave "
+            f"a search doesn't try pipelines, and this layout has {plan.layout.pp} stages: leave "
             "them out, or predict plans with stages one by one"
         )
     plan, costs = plan.taking(costs)
@@ -135,14 +135,14 @@ def search(
     if not candidates:
         least = min(other.layout.dp for other in _plans(plan, None))
         raise ValueError(
-            f"no layout of {plan.layout.ranks} GPUs has as few as {sequences} sequences a step: at "
-            f"least {least}, one on each rank that has samples of its own"
+            f"no layout of {plan.layout.ranks} GPUs takes as few as {sequences} sequences per step: at "
+            f"least {least}, one on each data-parallel rank"
         )
     for one in candidates:
         one.reason = _too_large_on_paper(one.plan)
     left = [one for one in candidates if not one.reason]
     groups = [list(group) for _, group in itertools.groupby(left, key=lambda one: one.plan.layout)]
-    groups.sort(key=len, reverse=True)  # so that no process begins the longest last
+    groups.sort(key=len, reverse=True)  # so that no process starts the longest one last
     result = SearchResult(candidates)
     with tqdm(desc="trying layouts", total=len(left) + 1, leave=False, unit="plan") as bar:
         _try(groups, costs, processes or min(at_once(), len(groups)), bar)
@@ -163,7 +163,7 @@ def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
             layout = Layout(
                 dp_replicate, ranks // (dp_replicate * tp), tp, cp=cp, ep=plan.layout.ep
             )
-        except ValueError:  # as many shards do not divide by ep
+        except ValueError:  # the number of shards isn't divisible by ep
             continue
         batches = [n for n in reversed(_BATCHES) if sequences is None or n * layout.dp <= sequences]
         gathers = (False, True) if layout.shards > 1 else (True,)
@@ -171,7 +171,7 @@ def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
             changes: dict[str, Any] = {"recompute": recompute, "reshard_after_forward": again}
             try:
                 other = dataclasses.replace(plan, layout=layout, batch=batch, **changes)
-            except ValueError:  # neither the model's heads nor hosts need divide so
+            except ValueError:  # the model's heads or the hosts may not be divisible
                 continue
             yield other
 
@@ -197,7 +197,7 @@ def _too_large_on_paper(plan: Plan) -> str:
 
 
 def _tried(group: list[Candidate], costs: dict[str, Any]) -> list[Candidate]:
-    """The plans of one layout share two models of few layers."""
+    """The plans of one layout share two models with a few layers."""
     plan = group[0].plan
     few = LAYERS if plan.sizes.layers > LAYERS[0] else (plan.sizes.layers,)
     with on_cluster(plan):
@@ -212,10 +212,10 @@ def _tried(group: list[Candidate], costs: dict[str, Any]) -> list[Candidate]:
 
 
 def _known(plan: Plan, earlier: list[Candidate]) -> str:
-    """What is known of a plan from others of the same layout.
+    """What is known about a plan from others of the same layout.
 
-    Taken for granted: to compute and gather less again takes no less memory and no more time, and
-    a larger batch takes more memory and less time for each token.
+    Assumes that recomputing and regathering less takes no less memory and no more time, and that a
+    larger batch takes more memory and less time per token.
     """
     for one in earlier:
         other = one.plan
@@ -227,7 +227,7 @@ def _known(plan: Plan, earlier: list[Candidate]) -> str:
 
 
 def _works_no_more(plan: Plan, other: Plan) -> bool:
-    """Whether a plan computes and gathers no more than another again."""
+    """Whether a plan recomputes and regathers no more than another."""
     again, other_again = (
         (RECOMPUTE.index(p.recompute), p.reshard_after_forward) for p in (plan, other)
     )
@@ -239,13 +239,13 @@ def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, A
     for layers, rank in ranks.items():
         few = with_layers(plan, layers)
         step = rank.recorded(few, **costs)
-        least_added_bytes = _least_bytes(plan) - _least_bytes(few)  # by the layers that are missing
+        least_added_bytes = _least_bytes(plan) - _least_bytes(few)  # added by the missing layers
         if step.allocated_bytes + least_added_bytes > plan.spec.memory_bytes:
             one.reason = _ALLOCATED
             return
         seconds.append(step.seconds)
         sizes_bytes.append(step.allocated_bytes)
-    if len(ranks) == 1:  # all layers of a small model
+    if len(ranks) == 1:  # a small model was recorded with all its layers
         (one.seconds,), (one.allocated_bytes,) = seconds, sizes_bytes
     else:
         one.seconds = extrapolated(plan.sizes.layers, *seconds)
@@ -255,7 +255,7 @@ def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, A
 
 
 def _confirm(result: SearchResult, costs: dict[str, Any], bar: Any) -> None:
-    """Predict plans whole, the fastest first, until one fits."""
+    """Predict plans in full, fastest first, until one fits."""
     while best := result.best:
         one = best[0]
         one.step = predict(one.plan, **costs)
@@ -265,7 +265,7 @@ def _confirm(result: SearchResult, costs: dict[str, Any], bar: Any) -> None:
             return
         one.reason = _RESERVED
         bar.total += 1
-        # What was left out because this one seemed to fit has its chance now.
+        # Plans that were left out because this one seemed to fit now get their chance.
         group = [c for c in result.candidates if c.plan.layout == one.plan.layout]
         for other in group:
             if other.reason in (_MORE_WORK, _SMALLER) and other.plan.batch <= one.plan.batch:
@@ -278,17 +278,17 @@ def _confirm(result: SearchResult, costs: dict[str, Any], bar: Any) -> None:
 # Several processes
 
 WORKER_BYTES = 2**30
-"""Free memory for each. To predict 80 layers takes a tenth of it, or half where torch is not shared."""
+"""Free memory per process. Predicting 80 layers takes a tenth of it, or half if torch isn't shared."""
 
 
 def at_once() -> int:
-    """How many processes this machine's cores and free memory are enough for; at least 1."""
+    """How many processes this machine's cores and free memory allow; at least 1."""
     free_bytes = psutil.virtual_memory().available
     return max(1, min(launcher.cores(), free_bytes // WORKER_BYTES))
 
 
 def _try(groups: list[list[Candidate]], costs: dict[str, Any], processes: int, bar: Any) -> None:
-    """Time and bytes of plans, each group's of one layout."""
+    """Time and bytes of plans; each group has one layout."""
 
     def note(group: list[Candidate], tried: list[Candidate]) -> None:
         for one, result in zip(group, tried, strict=True):
@@ -300,7 +300,7 @@ def _try(groups: list[list[Candidate]], costs: dict[str, Any], processes: int, b
             note(group, _tried(group, costs))
         return
     starts = context()
-    # Nobody writes into it: that it is closed, or its only writer gone, is the message.
+    # Nothing is written to it: that it's closed, or its only writer gone, is the message.
     reader, writer = starts.Pipe(duplex=False)
     with reader, writer, ProcessPoolExecutor(processes, starts, _begin, (reader,)) as pool:
         try:
@@ -310,18 +310,18 @@ def _try(groups: list[list[Candidate]], costs: dict[str, Any], processes: int, b
                 note(group_of[future], future.result())
         except BrokenProcessPool as error:
             raise RuntimeError(
-                "a process that was to predict plans has died, perhaps for lack of memory "
+                "a process that was predicting plans died, perhaps for lack of memory "
                 f"({format_bytes(psutil.virtual_memory().available)} are free now): with "
-                "processes=1 this process predicts them alone"
+                "processes=1, this process predicts them all by itself"
             ) from error
         except BaseException:
-            writer.close()  # so that no process goes on
+            writer.close()  # so that no process continues
             raise
 
 
 def _begin(reader: Connection) -> None:
-    """In a new process: compute with one thread, and end with whoever can write into ``reader``."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the parent
+    """In a new process: compute with one thread, and exit when nothing can write to ``reader`` any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl+C
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(reader,), daemon=True).start()
 

@@ -1,20 +1,20 @@
-"""Megatron-LM's training runs: one layer timed on a rank, and a schedule simulated.
+"""Megatron-LM's training runs, from one layer timed on one rank and a simulated schedule.
 
-Narayanan et al., 2021, Efficient large-scale language model training on GPU clusters: hosts of 8 A100
-with 80 GB, NVLink 3, and eight 200 Gb/s InfiniBand adapters; float16, sequence 2048. ``Run`` also says
-what later trainings do otherwise.
+Narayanan et al., 2021, Efficient large-scale language model training on GPU clusters: hosts with 8
+A100s with 80 GB, NVLink 3, and eight 200 Gb/s InfiniBand adapters; float16, sequence 2048. ``Run``
+also has options for what later runs do differently.
 
-A layer (megatron_layers.py), the embedding, the loss and the optimizer's step are recorded as one rank
-of the tensor parallel group, elementwise chains fused as Megatron-LM's kernels are. Each takes as long
-as the GPU does, and longer where the host takes about as long or more: see ``CALL_S``. The stages run
-the schedules of ``vgpu.plan.schedules``; a rank's neighbors are those of its tensor-parallel group, then
-come data-parallel ones, then stages. A stage that sends waits until it has arrived, as Megatron-LM of
-2021 does, over all adapters of the host at once (4.1 there). Behind it come the all-reduce of
-gradients, which nothing hides, and the optimizer; with ``shards_optimizer`` and ``overlaps`` as in
-Megatron-Core's distributed optimizer.
+A layer (megatron_layers.py), the embedding, the loss and the optimizer's step are recorded as one
+rank of the tensor-parallel group, with elementwise chains fused as in Megatron-LM's kernels. Each
+takes as long as the GPU needs, and longer if the host needs about as long or more: see ``CALL_S``.
+The stages run the schedules of ``vgpu.plan.schedules``; a rank's neighbors are in its
+tensor-parallel group, then come data-parallel ranks, then stages. A stage that sends waits until
+the message has arrived, as in Megatron-LM in 2021, over all adapters of the host at once (4.1
+there). Then come the exposed all-reduce of gradients and the optimizer; ``shards_optimizer`` and
+``overlaps`` work as in Megatron-Core's distributed optimizer.
 
-Not modelled: the all-reduce of the embedding's gradients between first and last stage, and products
-that are slower than others because of their sizes.
+Not modeled: the all-reduce of the embedding's gradients between the first and last stage, and
+products whose sizes make them slower than others.
 """
 
 import dataclasses
@@ -39,20 +39,23 @@ GPU = dataclasses.replace(
 NETWORK = "InfiniBand HDR"
 FULL, SELECTIVE, NOTHING = ("full", False), ("selective", True), ("none", True)
 GPUS_PER_HOST = 8
-_NO_LIMIT_BYTES = 2**50  # a layer of the largest models is also recorded whole, for its calls
+_NO_LIMIT_BYTES = (
+    2**50
+)  # layers of the largest models are also recorded undivided, to count their calls
 
-# Host seconds for each kernel that a layer launches, all that Python does for it included: modules,
-# views, autograd's nodes, recomputation. One of these layers, with tiny tensors on the CPU, took 2.5 to
-# 2.9 ms of one core of an EPYC, forward and backward with full recomputation, for what are 60 kernels
-# on a GPU; each takes some 4 µs more to launch there.
+# Host seconds per kernel that a layer launches, including everything that Python does for it:
+# modules, views, autograd's nodes, recomputation. On one core of an EPYC, one of these layers with
+# tiny tensors on the CPU took 2.5 to 2.9 ms, forward and backward with full recomputation, for what
+# are 60 kernels on a GPU; there, each takes about 4 µs more to launch.
 CALL_S = 50e-6
-# Kernels for each micro-batch beside those recorded: tokens, labels and masks are sent among ranks and
-# made (get_batch in pretrain_gpt.py), an embedding hides tokens of other ranks, losses are averaged.
+# Kernels per micro-batch in addition to those recorded: tokens, labels and masks are created and
+# sent between ranks (get_batch in pretrain_gpt.py), an embedding masks other ranks' tokens, losses
+# are averaged.
 BATCH_CALLS = 30
 
 
 class Run(NamedTuple):
-    """A training: how it is laid out, and what of a layer is computed again."""
+    """A training run: its layout, and what's recomputed in each layer."""
 
     sizes: GPTSizes
     tp: int
@@ -61,13 +64,13 @@ class Run(NamedTuple):
     gpus: int
     batch: int
     micro_batch: int
-    kept: tuple[str, bool] = FULL  # what is recomputed, and whether split along the sequence
-    beside: bool = False  # whether gradients are summed beside the next product
+    kept: tuple[str, bool] = FULL  # what's recomputed, and whether it's split along the sequence
+    beside: bool = False  # whether sums of gradients overlap with the next product
     flash: bool = False  # whether attention is one fused kernel
     dropout: float = DROPOUT
-    shards_optimizer: bool = False  # over data-parallel ranks (ZeRO-1)
-    overlaps: bool = False  # whether backward hides the sums of gradients, and forward the gathers
-    gradient_bytes: int = 2  # of each gradient, when it is summed
+    shards_optimizer: bool = False  # across data-parallel ranks (ZeRO-1)
+    overlaps: bool = False  # whether backward hides the gradients' sums, and forward the gathers
+    gradient_bytes: int = 2  # of each gradient when it's summed
     gpu: vgpu.GPUSpec = GPU
     network: str = NETWORK
 
@@ -86,9 +89,9 @@ class Run(NamedTuple):
 
     @property
     def flop(self) -> float:
-        """Of a step, with what is computed again, as the papers count it: the whole of the scores."""
+        """FLOPs of a step with recomputation, as the papers count them: with all scores."""
         sizes, tokens = self.sizes, self.batch * self.sizes.sequence
-        scores = 4 * sizes.sequence * sizes.width  # of two products, for each token and layer
+        scores = 4 * sizes.sequence * sizes.width  # of two products, per token and layer
         layer = 2 * sizes.layer_products + scores
         again = {"full": layer, "selective": scores, "none": 0}[self.kept[0]]
         output = 2 * sizes.vocabulary * sizes.width
@@ -98,7 +101,7 @@ class Run(NamedTuple):
 class Published(NamedTuple):
     name: str
     run: Run
-    tera: float  # FLOP/s of one GPU
+    tera: float  # TFLOP/s of one GPU
 
 
 ROWS = (
@@ -117,12 +120,12 @@ FITTED = ROWS[0]
 
 
 class Recorded(NamedTuple):
-    """A part of a model on one rank: forward and backward of a micro-batch, and its update."""
+    """Part of a model on one rank: a micro-batch's forward and backward, and the update."""
 
     forward: vgpu.Timeline
     backward: vgpu.Timeline
     update: vgpu.Timeline
-    tensors: int  # of parameters
+    tensors: int  # the number of parameter tensors
     parameters: int
 
 
@@ -133,7 +136,7 @@ class RecordedParts(NamedTuple):
 
 
 def recorded(run: Run) -> RecordedParts:
-    """One layer of a rank, the embedding and the loss, whatever the number of layers and ranks."""
+    """A rank's layer, embedding and loss, independent of the number of layers and ranks."""
     return _recorded(
         run._replace(sizes=run.sizes._replace(layers=1), pp=1, chunks=1, gpus=run.tp, batch=1)
     )
@@ -174,7 +177,7 @@ def _recorded(run: Run) -> RecordedParts:
 
 
 def _both_ways(module: nn.Module, *inputs: torch.Tensor, fuses: bool = True) -> Recorded:
-    """The second micro-batch, which adds to the gradients of the first."""
+    """Record the second micro-batch, which adds to the gradients of the first."""
 
     def backward(output: torch.Tensor) -> None:
         output.backward(torch.empty_like(output) if output.dim() else None)
@@ -191,7 +194,7 @@ def _both_ways(module: nn.Module, *inputs: torch.Tensor, fuses: bool = True) -> 
 
 
 def _update(parameters: list[nn.Parameter]) -> vgpu.Timeline:
-    """Mixed precision: gradients are unscaled and clipped, and Adam updates a copy in float32."""
+    """Mixed precision: gradients are unscaled and clipped, and Adam updates a float32 copy."""
     copies = [nn.Parameter(parameter.detach().float()) for parameter in parameters]
     adam = torch.optim.AdamW(copies, fused=True)
     inverse_scale = torch.ones(1, device="vgpu")
@@ -206,14 +209,14 @@ def _update(parameters: list[nn.Parameter]) -> vgpu.Timeline:
             for copy, parameter in zip(copies, parameters, strict=True):
                 parameter.copy_(copy)
 
-    update()  # which makes Adam's averages
+    update()  # creates Adam's averages
     with vgpu.record(fuses=True) as timeline:
         update()
     return timeline
 
 
 class Shares(NamedTuple):
-    """Of the GPU's peaks, and how much GPUs differ in arithmetic (``CostModel.speed_spread``)."""
+    """Shares of the GPU's peaks, and how much GPUs differ in arithmetic (``CostModel.speed_spread``)."""
 
     arithmetic: float
     memory: float
@@ -223,16 +226,16 @@ class Shares(NamedTuple):
 def _check(run: Run) -> None:
     ranks, samples = run.tp * run.pp, run.dp * run.micro_batch
     if run.gpus % ranks:
-        raise ValueError(f"{run.gpus} GPUs do not divide into TP {run.tp} × PP {run.pp}")
+        raise ValueError(f"{run.gpus} GPUs can't be divided into TP {run.tp} × PP {run.pp}")
     if run.batch % samples:
         raise ValueError(
-            f"a batch of {run.batch} does not divide into micro-batches of {run.micro_batch} on each "
+            f"a batch of {run.batch} can't be divided into micro-batches of {run.micro_batch} on each "
             f"of {run.dp} data-parallel ranks"
         )
     if run.sizes.key_value_heads is not None and not run.flash:
-        raise ValueError("grouped queries are planned with fused attention only: give flash=True")
+        raise ValueError("grouped queries need fused attention: give flash=True")
     if run.tp > GPUS_PER_HOST and run.tp % GPUS_PER_HOST:
-        raise ValueError(f"TP {run.tp} does not fill hosts of {GPUS_PER_HOST} GPUs")
+        raise ValueError(f"TP {run.tp} doesn't fill hosts of {GPUS_PER_HOST} GPUs")
 
 
 class _Seconds(NamedTuple):
@@ -242,7 +245,7 @@ class _Seconds(NamedTuple):
 
 
 def step_s(run: Run, shares: Shares) -> float:
-    """Seconds of one step of the whole training."""
+    """Seconds per step of the whole run."""
     _check(run)
     parts = recorded(run)
     layer, embedding, loss = (
@@ -273,11 +276,11 @@ def step_s(run: Run, shares: Shares) -> float:
 
 
 def _seconds(part: Recorded, whole: Recorded, run: Run, shares: Shares) -> _Seconds:
-    """Of what the GPU does, and the host beside it.
+    """Seconds for what the GPU does and the host does meanwhile.
 
-    whole: the same part without tensor parallelism, which launches the same kernels. The recording of
-    ``part`` has a few more of them, since a collective ends chains of elementwise operations there, and
-    Megatron-LM's own fused kernels are no longer than these.
+    whole: the same part without tensor parallelism, which launches the same kernels. In the
+    recording of ``part`` there are a few more, since collectives interrupt chains of elementwise
+    operations there, and Megatron-LM's own fused kernels aren't longer than that.
     """
 
     def beside_host(
@@ -299,7 +302,7 @@ def _seconds(part: Recorded, whole: Recorded, run: Run, shares: Shares) -> _Seco
         return _beside(again.makespan_s, calls * call_s)
 
     python_s = vgpu.CostModel(run.gpu).python_launch_s
-    # Each gradient is added to those before by a kernel of its own; here they have fused.
+    # Each gradient is added to the earlier ones by a separate kernel; here they were fused.
     return _Seconds(
         beside_host(part.forward, whole.forward, CALL_S),
         beside_host(part.backward, whole.backward, CALL_S, part.tensors),
@@ -308,10 +311,10 @@ def _seconds(part: Recorded, whole: Recorded, run: Run, shares: Shares) -> _Seco
 
 
 def _beside(gpu_s: float, host_s: float) -> float:
-    """Of two that wait for each other now and then, neither hides all of the other.
+    """Seconds for two that sometimes wait for each other, so that neither fully hides the other.
 
-    The larger where they differ much, and 26 % more where they are equal, which is assumed: calls and
-    kernels vary, and the ranks of a tensor-parallel group wait for the last of them.
+    That's the larger one if they differ a lot, and, by assumption, 26 % more if they're equal:
+    calls and kernels vary, and the ranks of a tensor-parallel group wait for the last one.
     """
     return (gpu_s**3 + host_s**3) ** (1 / 3)
 
@@ -319,7 +322,7 @@ def _beside(gpu_s: float, host_s: float) -> float:
 def _summed_s(
     run: Run, costs: vgpu.CostModel, parameters: int, forward_s: float, backward_s: float
 ) -> float:
-    """What a step waits for gradients to be summed over data-parallel ranks, and parameters gathered."""
+    """How long a step waits for data-parallel ranks to sum gradients and gather parameters."""
     ranks = range(0, run.dp * run.tp, run.tp)
     gradients_bytes = run.gradient_bytes * parameters
     gathered_s = 0.0
@@ -328,15 +331,15 @@ def _summed_s(
         gathered_s = costs.group_time_s("all_gather", 2 * parameters, ranks)
     else:
         summed_s = costs.group_time_s("all_reduce", gradients_bytes, ranks)
-    if run.overlaps:  # beside the last backward and the first forward of a micro-batch
+    if run.overlaps:  # during a micro-batch's last backward and first forward
         return max(0.0, summed_s - backward_s) + max(0.0, gathered_s - forward_s)
     return summed_s + gathered_s
 
 
 def _transfer_s(run: Run, costs: vgpu.CostModel) -> float:
-    """Each rank sends its part to the next stage's host, where they are gathered."""
+    """Each rank sends its part to the next stage's host, where the parts are gathered."""
     whole_bytes = 2 * run.sizes.sequence * run.micro_batch * run.sizes.width
-    following = run.dp * run.tp  # the rank of the next stage
+    following = run.dp * run.tp  # the rank in the next stage
     if len(costs.hosts_of([0, following])) == 1:
         return costs.group_time_s("send", whole_bytes, [0, following])
     part_s = costs.group_time_s("send", whole_bytes // run.tp, [0, following])
@@ -346,12 +349,12 @@ def _transfer_s(run: Run, costs: vgpu.CostModel) -> float:
 
 
 def tera(run: Run, shares: Shares) -> float:
-    """TFLOP/s of each GPU, as the papers count them."""
+    """TFLOP/s per GPU, as the papers count them."""
     return run.flop / run.gpus / step_s(run, shares) / 1e12
 
 
 def fitted(run: Run, seconds: float, memory: float, speed_spread: float = 0.0) -> Shares:
-    """The share of arithmetic at which the run takes so long."""
+    """The share of arithmetic at which the run takes ``seconds`` per step."""
 
     def at(arithmetic: float) -> Shares:
         return Shares(arithmetic, memory, speed_spread)
@@ -360,5 +363,5 @@ def fitted(run: Run, seconds: float, memory: float, speed_spread: float = 0.0) -
 
 
 def seconds_at(run: Run, tera_flop_per_s: float) -> float:
-    """Seconds of a step at so many TFLOP/s of each GPU."""
+    """Seconds per step at ``tera_flop_per_s`` TFLOP/s per GPU."""
     return run.flop / run.gpus / tera_flop_per_s / 1e12

@@ -1,11 +1,12 @@
-"""Megatron-LM's own layers, as one rank of a tensor-parallel group has them.
+"""Megatron-LM's layers, as one rank of a tensor-parallel group has them.
 
-As in NVIDIA/Megatron-LM at the time of Narayanan et al., 2021, and Korthikanti et al., 2022. Activations
-are (sequence, micro-batch, width), so that heads are views; queries, keys and values come from one
-product; the mask is part of the softmax kernel and costs nothing here; dropout after softmax and after
-both halves of a layer. With sequence parallelism a column product keeps its own part of the input, and
-gathers the others' once more backward, beside the other product. Later ones differ in options: fused
-attention, grouped queries, SwiGLU, no dropout.
+As in NVIDIA/Megatron-LM at the time of Narayanan et al., 2021, and Korthikanti et al., 2022.
+Activations are (sequence, micro-batch, width), so that heads are views; queries, keys and values
+come from one product; the mask is part of the softmax kernel and costs nothing here; there's
+dropout after the softmax and after both halves of a layer. With sequence parallelism, a column
+product keeps its own part of the input, and gathers the others' again in the backward pass, during
+the other product. Options cover later versions: fused attention, grouped queries, SwiGLU, no
+dropout.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ class GPTSizes(NamedTuple):
 
     @property
     def key_value_width(self) -> int:
-        """Of all key heads side by side, or all value heads."""
+        """The width of all key heads, or all value heads, side by side."""
         return self.head_width * (self.key_value_heads or self.heads)
 
     @property
@@ -45,13 +46,13 @@ class GPTSizes(NamedTuple):
 
     @property
     def layer_products(self) -> int:
-        """Parameters of a layer's matrix products."""
+        """Parameters in a layer's matrix products."""
         attention = 2 * self.width * (self.width + self.key_value_width)
         return attention + (3 if self.gated else 2) * self.width * self.feed_forward_width
 
     @property
     def parameters(self) -> int:
-        """With biases, norms and positions (Narayanan et al., equation 2, for those of GPT)."""
+        """All parameters, with biases, norms and positions (for GPT, Narayanan et al., equation 2)."""
         up = (2 if self.gated else 1) * self.feed_forward_width
         biases = 2 * self.width + 2 * self.key_value_width + self.width + up
         layer = self.layer_products + biases + 4 * self.width
@@ -60,12 +61,12 @@ class GPTSizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a layer is split, and what of it is computed again."""
+    """How a layer is split, and which part of it is recomputed."""
 
     group: dist.ProcessGroup  # the ranks that share each tensor
     recompute: str = "full"  # or "selective", for attention only, or "none"
     sequence_parallel: bool = False
-    beside: bool = True  # whether gradients are summed beside the next product (from 2022 on)
+    beside: bool = True  # whether sums of gradients overlap with the next product (since 2022)
     flash: bool = False  # whether attention is one fused kernel
     dropout: float = DROPOUT
 
@@ -85,7 +86,7 @@ def _scattered(whole: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Ten
 
 
 class _Columns(torch.autograd.Function):
-    """A product whose result is split: what is gathered before it is not kept."""
+    """A product whose result is split: what's gathered before it isn't kept."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, recipe):
@@ -118,7 +119,7 @@ class _Columns(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """The sum of all parts, or with sequence parallelism a part of the sum."""
+    """The sum of all parts or, with sequence parallelism, a part of the sum."""
 
     @staticmethod
     def forward(ctx, hidden, recipe):
@@ -165,7 +166,7 @@ class Rows(nn.Module):
 
 
 class Attention(nn.Module):
-    """(S, B, width) in and out; a rank has its part of the heads."""
+    """Input and output are (S, B, width); a rank has its part of the heads."""
 
     def __init__(self, sizes: GPTSizes, recipe: Recipe) -> None:
         super().__init__()
@@ -204,8 +205,8 @@ class Attention(nn.Module):
 def _seen(
     dropout: float, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    """(B heads, S, head_width) each, and out."""
-    weights = torch.bmm(query, key.transpose(1, 2)).softmax(-1)  # scaled and masked in there
+    """Inputs and output are (B heads, S, head_width)."""
+    weights = torch.bmm(query, key.transpose(1, 2)).softmax(-1)  # includes scaling and masking
     return torch.bmm(_dropped(weights, dropout), value)
 
 
@@ -214,7 +215,7 @@ def _dropped(values: torch.Tensor, dropout: float) -> torch.Tensor:
 
 
 class Layer(nn.Module):
-    """(S, B, width) in and out; with sequence parallelism, a rank's part of S."""
+    """Input and output are (S, B, width); with sequence parallelism, S is a rank's part."""
 
     def __init__(self, sizes: GPTSizes, recipe: Recipe) -> None:
         super().__init__()
@@ -227,7 +228,7 @@ class Layer(nn.Module):
         self.down = Rows(wide, sizes.width, recipe)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        # A name for what attention returns would keep it alive, and fused kernels would write it.
+        # A variable for attention's result would keep it alive, and fused kernels would write it.
         hidden = hidden + _dropped(self.attention(self.attention_norm(hidden)), self.recipe.dropout)
         up = self.up(self.feed_forward_norm(hidden))
         if self.gated:
@@ -239,7 +240,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """(S, B, width) in and out, or a rank's part of S."""
+    """Input and output are (S, B, width), or a rank's part of S."""
 
     def __init__(self, sizes: GPTSizes, count: int, recipe: Recipe) -> None:
         super().__init__()
@@ -254,7 +255,7 @@ class Layers(nn.Module):
 
 
 class Embedding(nn.Module):
-    """(S, B) tokens in, (S, B, width) out, or a rank's part of S."""
+    """(S, B) tokens to (S, B, width), or a rank's part of S."""
 
     def __init__(self, sizes: GPTSizes, recipe: Recipe) -> None:
         super().__init__()
@@ -269,9 +270,9 @@ class Embedding(nn.Module):
 
 
 class _VocabularyLoss(torch.autograd.Function):
-    """The cross-entropy of logits that are divided by vocabulary, kernel by kernel.
+    """The cross-entropy of logits that are split by vocabulary, kernel by kernel.
 
-    As in megatron/mpu/cross_entropy.py: three all-reduces of a number for each token.
+    As in megatron/mpu/cross_entropy.py: three all-reduces of one number per token.
     """
 
     @staticmethod
@@ -279,7 +280,7 @@ class _VocabularyLoss(torch.autograd.Function):
         largest = logits.max(-1)[0]
         _all_reduced(largest, recipe)
         logits = logits.sub_(largest[..., None])
-        elsewhere = (tokens < 0) | (tokens >= logits.size(-1))  # of another rank
+        elsewhere = (tokens < 0) | (tokens >= logits.size(-1))  # another rank's
         own = (tokens - 0).masked_fill_(elsewhere, 0)
         predicted = logits.gather(-1, own[..., None])[..., 0].masked_fill_(elsewhere, 0.0)
         _all_reduced(predicted, recipe)
@@ -302,7 +303,7 @@ def _all_reduced(numbers: torch.Tensor, recipe: Recipe) -> None:
 
 
 class Loss(nn.Module):
-    """The last norm, the product with the vocabulary, and the loss of a rank's part of it."""
+    """The last norm, the product with the vocabulary, and the loss from a rank's part of it."""
 
     def __init__(self, sizes: GPTSizes, recipe: Recipe) -> None:
         super().__init__()

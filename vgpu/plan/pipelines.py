@@ -1,13 +1,13 @@
-"""What a step of a plan takes: a rank is recorded, and of a pipeline its schedule simulated over all.
+"""Predict a step of a plan: record a rank and, for a pipeline, simulate the schedule over all ranks.
 
-Of a pipeline, one rank of each kind of stage is recorded. PyTorch's own FSDP2 and tensor parallelism
-divide the stages. Between the micro-batches FSDP2 adds up
-gradients whole, in float32, and in a stage's last backward it sums them over the ranks. PyTorch's
-pipelines do that after the last backward; here it hides behind it as far as it can.
+For a pipeline, one rank of each kind of stage is recorded. PyTorch's own FSDP2 and tensor
+parallelism divide the stages. Between micro-batches, FSDP2 accumulates unsharded gradients in
+float32, and in a stage's last backward it reduces them across ranks. PyTorch's pipelines do that
+after the last backward; here it overlaps with it as far as possible.
 
-What a stage sends arrives after the time of a message between neighboring stages, the slowest of
-them, and holds up nobody's computing. Not modelled: messages that wait for one another, or for
-collectives of the same adapters.
+What a stage sends arrives after the time that the slowest message between neighboring stages takes,
+and doesn't delay anyone's computation. Not modeled: messages that wait for each other, or for
+collectives on the same adapters.
 """
 
 import dataclasses
@@ -39,12 +39,12 @@ from vgpu.time.timeline import HostRange, TraceEvent, in_order, union_s
 
 
 def predict(plan: Plan, **costs: Any) -> Step:
-    """The second step of rank 0, whose GPU computes nothing and counts everything.
+    """Predict the second step of rank 0, whose GPU computes nothing and counts everything.
 
-    bfloat16 parameters and gradients with float32 master copies, AdamW fused. Of a
+    Parameters and gradients are bfloat16 with float32 master copies, and AdamW is fused. For a
     pipeline, one rank of each kind of stage is recorded, and the schedule simulated. costs: as for
     ``vgpu.record`` (``arithmetic_share``, ``fuses``, ``async_tp`` and others); ``gpu`` and
-    ``network`` take the place of the plan's.
+    ``network`` override the plan's.
     """
     plan, costs = plan.taking(costs)
     if plan.layout.pp > 1:
@@ -67,7 +67,7 @@ def _predict_pipeline(plan: Plan, **costs: Any) -> "PipelineStep":
     ranks: dict[int, RecordedRank] = {}
     actions: dict[tuple[_Kind, ActionContext], vgpu.Timeline] = {}
     with progress("recording stages", "stage", plan.schedule.devices) as bar:
-        # The rank in front is the one with most micro-batches in flight of those that are alike.
+        # Of ranks that are alike, the first has the most micro-batches in flight.
         for device in range(plan.schedule.devices):
             kind, contexts = _kind(plan, device), action_contexts(short, device)
             if not all((kind, context) in actions for context in contexts.values()):
@@ -78,36 +78,37 @@ def _predict_pipeline(plan: Plan, **costs: Any) -> "PipelineStep":
     return _simulated(_Recordings(plan, actions, ranks))
 
 
-# What a rank is in before each action: equal states take equal time and bytes. So of ranks with the
-# same stages, and of many micro-batches, only those are recorded that bring a state which no other has
-# had.
+# A rank's state before each action: equal states take equal time and bytes. So among ranks with the
+# same stages, and among many micro-batches, only those are recorded that reach a new state.
 
 
 class ActionContext(NamedTuple):
-    """What decides how long an action takes."""
+    """What determines how long an action takes."""
 
     chunk: int
     kind: str
     before: str
-    """The kind of the stage's action before: whether parameters are gathered. Empty: none."""
+    """The kind of the stage's previous action, which decides whether parameters are gathered; empty
+    if none.
+    """
     has_gradients: bool
     """Whether the stage has had a backward, so that there are gradients to add to."""
     last: bool
-    """Whether it is the stage's last backward, which reduces the gradients."""
+    """Whether it's the stage's last backward, which reduces the gradients."""
 
 
 class RankState(NamedTuple):
-    """What decides how many bytes it takes as well."""
+    """What determines how long an action takes, and the rank's bytes."""
 
     context: ActionContext
     in_flight: tuple[int, ...]
     """Micro-batches that each chunk keeps."""
     has_gradients: tuple[bool, ...]
-    """Of each chunk."""
+    """Whether each chunk has gradients."""
 
 
 def rank_states(schedule: Schedule, device: int) -> Iterator[tuple[Action, RankState]]:
-    """The actions of a device of the pipeline, and its state before each."""
+    """A pipeline device's actions, and its state before each."""
     kept, done = [0] * schedule.chunks, [0] * schedule.chunks
     before: dict[int, str] = {}
     for action in schedule.rows[device]:
@@ -128,7 +129,7 @@ def action_contexts(schedule: Schedule, device: int) -> dict[Action, ActionConte
 
 
 def shortened(plan: Plan) -> Schedule:
-    """The plan's schedule with as few micro-batches as bring each rank into all the same states."""
+    """The plan's schedule, with as few micro-batches as it takes to reach all the same states."""
     whole = plan.schedule
     step = whole.devices if plan.chunks > 1 else 1
     wanted = _all_states(whole)
@@ -143,11 +144,11 @@ def _all_states(schedule: Schedule) -> list[set[RankState]]:
     return [{state for _, state in rank_states(schedule, d)} for d in range(schedule.devices)]
 
 
-# One rank takes a step as shapes, each of its actions recorded for itself
+# One rank runs a step on shapes, each of its actions recorded separately
 
 
 class RecordedRank(NamedTuple):
-    """A step of one rank: its actions in virtual time, and its bytes."""
+    """One rank's step: its actions in virtual time, and its bytes."""
 
     actions: dict[Action, vgpu.Timeline]
     update: vgpu.Timeline
@@ -155,13 +156,13 @@ class RecordedRank(NamedTuple):
     bytes_by_cause: dict[str, int]
     reserved_bytes: int
     in_flight: int
-    """Micro-batches that it keeps at the peak, the one at work included."""
+    """Micro-batches that it keeps at the peak, including the current one."""
 
 
 def record_rank(plan: Plan, schedule: Schedule, device: int, **costs: Any) -> RecordedRank:
-    """A step of the first rank of the device's stages; costs: as for ``vgpu.record``.
+    """Record a step of the first rank of the device's stages; costs: as for ``vgpu.record``.
 
-    schedule: the plan's, or with fewer micro-batches.
+    schedule: the plan's, or one with fewer micro-batches.
     """
     actions: dict[Action, vgpu.Timeline] = {}
     peaks: list[tuple[int, int]] = []  # bytes, and micro-batches in flight
@@ -188,7 +189,7 @@ def record_rank(plan: Plan, schedule: Schedule, device: int, **costs: Any) -> Re
 
 
 class _StageRank:
-    """The stages of one rank, and what it keeps of micro-batches in flight."""
+    """One rank's stages, and what it keeps for micro-batches in flight."""
 
     @without_garbage()
     def __init__(self, plan: Plan, device: int, gpu: torch.device) -> None:
@@ -224,7 +225,7 @@ class _StageRank:
         output = self._stages[action.stage](received)
         if layers.last:
             output = F.cross_entropy(output.flatten(0, 1).float(), tokens.flatten())
-        # What was sent is not kept, only the graph behind it. PyTorch's stages do so, too.
+        # Only the graph of what was sent is kept, not the tensor, as in PyTorch's stages.
         self._in_flight[action] = output if layers.last else get_gradient_edge(output)
 
     def backward(self, action: Action, last: bool) -> None:
@@ -237,17 +238,17 @@ class _StageRank:
         torch.autograd.backward(output, gradient)
 
     def _hidden(self) -> torch.Tensor:
-        """What a stage receives: a rank's part of each sequence."""
+        """A stage's input: a rank's part of each sequence."""
         plan = self._plan
         size = (plan.micro_batch, plan.tokens_per_sequence // plan.layout.tp, plan.sizes.width)
         return torch.empty(size, device=self._gpu, dtype=torch.bfloat16)
 
 
-_Kind = tuple[StageLayers, ...]  # what the stages of a rank have
+_Kind = tuple[StageLayers, ...]  # the layers of a rank's stages
 
 
 def _stages_of(plan: Plan, device: int) -> dict[int, StageLayers]:
-    """The stages of a device of the pipeline, by number."""
+    """A pipeline device's stages, by number."""
     every = split_layers(plan.sizes.layers, plan.layout.pp * plan.chunks)
     return dict(list(enumerate(every))[device :: plan.layout.pp])
 
@@ -256,15 +257,15 @@ def _kind(plan: Plan, device: int) -> _Kind:
     return tuple(_stages_of(plan, device).values())
 
 
-# The schedule over all stages, with a lane for each stage's rank
+# The schedule over all stages, with a row for each stage's rank
 
 
 class RecordedTimes(schedules.Times):
-    """Times of each action from its timeline, for one simulation of one schedule.
+    """Each action's times, from its timeline, for one simulation of one schedule.
 
-    The last backward of a chunk reduces its gradients, and what is not reduced when it has computed
-    all goes on beside the rank's next actions. Their own collectives wait for it, wherever they use
-    the same links, and computing for those: such an action is simulated again.
+    A chunk's last backward reduces its gradients, and whatever isn't reduced when it has finished
+    computing overlaps with the rank's next actions. Their own collectives wait for it if they use
+    the same links, and computation waits for those: such an action is simulated again.
     """
 
     def __init__(
@@ -272,10 +273,10 @@ class RecordedTimes(schedules.Times):
     ) -> None:
         super().__init__(transfer=transfer)
         self.timelines = dict(timelines)
-        """Of each action, as it went in the end."""
+        """Each action's timeline, as finally simulated."""
         self._devices = devices
         self._under_way: dict[int, list[TraceEvent]] = defaultdict(list)
-        """By device: collectives that their actions have left behind, in the schedule's time."""
+        """By device: collectives that outlast their actions, in the schedule's time."""
 
     def end(self, action: Action, chunks: int, start: float) -> float:
         device = action.stage % self._devices
@@ -296,7 +297,7 @@ class RecordedTimes(schedules.Times):
 
 
 def ready_s(timeline: vgpu.Timeline) -> float:
-    """When the default stream has computed all; gradients may still be on their way."""
+    """When the default stream has finished computing; gradients may still be on their way."""
     return max(e.end_s for e in timeline.events if e.kind == "kernel" and e.stream == 0)
 
 
@@ -305,34 +306,34 @@ def _later(event: TraceEvent, by_s: float) -> TraceEvent:
 
 
 class _Recordings(NamedTuple):
-    """What the ranks of a pipeline have recorded, each of those that are alike once."""
+    """What the ranks of a pipeline recorded; ranks that are alike share a recording."""
 
     plan: Plan
     actions: dict[tuple[_Kind, ActionContext], vgpu.Timeline]
     ranks: dict[int, RecordedRank]
-    """By device. Of their actions, those in ``actions`` count."""
+    """By device. Only the actions in ``actions`` count."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineStep(Step):
-    """A step of all stages, each a device of the timeline; bytes are those of the fullest rank."""
+    """A step over all stages, each a device of the timeline; bytes are those of the fullest rank."""
 
     stage: int
-    """The place in the pipeline of the fullest rank."""
+    """The fullest rank's position in the pipeline."""
     in_flight: int
-    """Micro-batches that it keeps at the peak, once for each chunk that keeps it."""
+    """Micro-batches that it keeps at the peak, counted once per chunk that keeps it."""
     idle_s: float
     """How long it waits for other stages."""
     recordings: _Recordings = dataclasses.field(repr=False)
 
     @property
     def time_by_cause(self) -> dict[str, float]:
-        """As ``RecordedStep.time_by_cause``, of the fullest rank."""
+        """As in ``RecordedStep.time_by_cause``, for the fullest rank."""
         device = self.timeline.devices[self.stage]
         return time_by_cause(self.timeline, device, self.idle_s)
 
     def replayed(self, **changes: Any) -> "PipelineStep":
-        """As ``Step.replayed``: each rank's actions are replayed, and the schedule with them."""
+        """As in ``Step.replayed``: each rank's actions are replayed, and so is the schedule."""
         plan, actions, ranks = self.recordings
         again = {key: vgpu.replay(timeline, **changes) for key, timeline in actions.items()}
         updates = {
@@ -372,7 +373,7 @@ def _simulated(recordings: _Recordings) -> PipelineStep:
 
 
 def _transfer_s(plan: Plan, model: vgpu.CostModel) -> float:
-    """A rank sends its part of a micro-batch to its neighbor in the next stage."""
+    """How long a rank takes to send its part of a micro-batch to its neighbor in the next stage."""
     tokens = plan.micro_batch * plan.tokens_per_sequence // plan.layout.tp
     each = plan.layout.ranks_per_stage
     return max(
@@ -382,7 +383,7 @@ def _transfer_s(plan: Plan, model: vgpu.CostModel) -> float:
 
 
 def _reduced_s(row: tuple[Box, ...], timelines: Mapping[Action, vgpu.Timeline]) -> float:
-    """When a rank has the gradients of all its chunks, and can begin the update."""
+    """When a rank has the gradients of all its chunks, and can start the update."""
     return max(box.start + timelines[box.action].makespan_s for box in row)
 
 
@@ -393,7 +394,7 @@ def _idle_s(
     timelines: Mapping[Action, vgpu.Timeline],
     update: vgpu.Timeline,
 ) -> float:
-    """How long a rank waits for other stages, and has no collective under way meanwhile."""
+    """How long a rank waits for other stages without a collective in progress."""
     taken = [(event.start_s, event.end_s) for event in timeline.of(timeline.devices[device])]
     taken += [(box.start, box.end) for box in row]
     taken.append((row[-1].end, _reduced_s(row, timelines) + update.makespan_s))
@@ -406,7 +407,7 @@ def _timeline(
     timelines: Mapping[Action, vgpu.Timeline],
     updates: list[vgpu.Timeline],
 ) -> vgpu.Timeline:
-    """All ranks' events; modules bear the action in front, such as "2F0 blocks.1"."""
+    """All ranks' events; modules are prefixed with the action, as in "2F0 blocks.1"."""
     count = simulated.schedule.devices
     devices = [torch.device("vgpu", index) for index in range(count)]
     events: list[TraceEvent] = []

@@ -1,4 +1,4 @@
-"""A plan of a training run on a cluster, and what one rank of it takes: time, bytes, tokens."""
+"""A plan for a training run on a cluster, and what one of its ranks needs: time, bytes, tokens."""
 
 import dataclasses
 import itertools
@@ -30,46 +30,46 @@ from vgpu.time.timeline import covered_s
 from vgpu.units import format_bytes
 
 MOST_RANKS = 32_768
-"""Of a plan. FSDP2 splits each parameter into as many parts as ``dp_shard``, so time grows with it."""
+"""In a plan. FSDP2 splits each parameter into ``dp_shard`` parts, so planning takes longer with more."""
 
 MOST_LAYERS = 1024
 MOST_MICRO_BATCHES = 4096
-"""Of a pipeline: more of them only repeat what fewer do, and each takes time to simulate."""
+"""In a pipeline: more only repeat what fewer do, and each takes time to simulate."""
 
-_NO_LIMIT_BYTES = 2**50  # a plan that does not fit is still counted
-_MOST_BYTES = 2**45  # by the estimate, which leaves a lot out
+_NO_LIMIT_BYTES = 2**50  # a plan that doesn't fit is still counted
+_MOST_BYTES = 2**45  # by the estimate, which leaves out a lot
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A transformer of some sizes, a cluster, and how one is spread over the other."""
+    """A transformer, a cluster, and how the one is divided over the other."""
 
     sizes: TransformerSizes
     layout: Layout
     batch: int = 1
-    """Sequences a step on each rank; ranks of ``tp`` compute on the same ones."""
+    """Sequences per step on each rank; ranks of ``tp`` compute on the same ones."""
     sequence: int = dataclasses.field(default=None)  # type: ignore[assignment]
-    """Tokens of a sequence; the model's own unless given. For longer ones the model is made longer."""
+    """Tokens per sequence; by default the model's. For longer sequences, the model is extended."""
     recompute: str = "none"
-    """What of a block backward computes again: one of ``RECOMPUTE``."""
+    """What the backward pass recomputes in each block: one of ``RECOMPUTE``."""
     reshard_after_forward: bool = True
     gpu: str | vgpu.GPUSpec = "H100"
     gpus_per_host: int = 8
     network: str = "InfiniBand NDR"
     chunks: int = 1
-    """Stages of each rank in a pipeline: above 1 it is interleaved 1F1B, else 1F1B."""
+    """Pipeline stages per rank: 1 for 1F1B, more for interleaved 1F1B."""
     micro_batches: int | None = None
-    """Of a pipeline, into which ``batch`` is divided; None: as many as its ranks, as in torchtitan."""
+    """In a pipeline, into how many ``batch`` is divided; None: as many as its ranks, as in torchtitan."""
     accumulate: int = 1
-    """Without a pipeline: how often a step computes ``batch`` sequences, and reduces their gradients."""
+    """Without a pipeline: how often a step computes ``batch`` sequences and reduces their gradients."""
     reduce: str = "float32"
-    """The type in which gradients are reduced: one of ``REDUCE``."""
+    """The dtype in which gradients are reduced: one of ``REDUCE``."""
     recompute_every: int = 1
-    """Of so many blocks, one is recomputed, as ``recompute`` says; the others keep all."""
+    """One of every so many blocks is recomputed, as ``recompute`` says; the others keep everything."""
     float8: bool = False
-    """Whether the linear layers of blocks multiply in float8 (``vgpu.plan.float8``)."""
+    """Whether the blocks' linear layers multiply in float8 (``vgpu.plan.float8``)."""
     wrap_ends: bool = False
-    """Whether FSDP2 wraps embedding and output in their own right: then less is reduced at the end."""
+    """Whether FSDP2 wraps embedding and output separately; then less is reduced at the end."""
 
     def __post_init__(self) -> None:
         if self.sequence is None:
@@ -94,7 +94,7 @@ class Plan:
         if self.sizes.layers > MOST_LAYERS:
             raise ValueError(
                 f"{self.sizes.layers:,} layers are too many: a plan takes at most {MOST_LAYERS:,}, and "
-                "all take as long"
+                "they are all alike"
             )
         if ranks > each and ranks % each:
             raise ValueError(
@@ -108,7 +108,7 @@ class Plan:
         self._check_bytes()
         if self.float8 and self.spec.fp8_flop_per_s is None:
             raise ValueError(
-                f"{self.spec.name} cannot multiply float8 tensors; of the presets, "
+                f"{self.spec.name} can't multiply float8 tensors; of the presets, "
                 f"{', '.join(name for name, gpu in vgpu.PRESETS.items() if gpu.fp8_flop_per_s)} can"
             )
 
@@ -117,33 +117,31 @@ class Plan:
         if experts is None:
             if layout.ep > 1:
                 raise ValueError(
-                    f"{layout.ep} ranks of ep have no experts to divide: give sizes with some"
+                    f"{layout.ep} ranks of ep need experts to divide: give sizes with experts"
                 )
             return
-        if experts.count % layout.ep:
-            raise ValueError(
-                f"{experts.count} experts cannot be divided among {layout.ep} ranks of ep"
-            )
+        experts.check_division(layout.ep)
         if layout.ep > 1 and self.recompute == "selective":
-            # FSDP2's hooks of the experts would run in the checkpoint, once more or less in backward.
-            raise ValueError("selective recomputation is not planned with ep: take none or full")
+            # FSDP2's hooks on the experts would run inside the checkpoint, with a different count
+            # in the backward pass.
+            raise ValueError("selective recomputation isn't supported with ep: use none or full")
         if layout.tp > 1:
             raise ValueError(
-                "experts are planned without tensor parallelism: give ep in place of tp"
+                "experts aren't supported with tensor parallelism: give ep instead of tp"
             )
         if layout.pp > 1:
             first = split_layers(self.sizes.layers, layout.pp * self.chunks)[0].layers
             if experts.dense_layers > first:
                 raise ValueError(
-                    f"{experts.dense_layers} dense layers do not fit a first stage of {first}"
+                    f"{experts.dense_layers} dense layers don't fit into a first stage of {first}"
                 )
 
     def _check_sequence(self) -> None:
         parts = 2 * self.layout.cp
         if self.layout.cp > 1 and self.sequence % parts:
             raise ValueError(
-                f"{self.layout.cp} ranks cannot share a sequence of {self.sequence:,} tokens evenly: each "
-                f"takes a part of its front and one of its end, so make it a multiple of {parts}"
+                f"{self.layout.cp} ranks can't share a sequence of {self.sequence:,} tokens evenly: each "
+                f"takes a part from its start and one from its end, so make it a multiple of {parts}"
             )
         check_tp(self.sizes, self.layout.tp, self.tokens_per_sequence)
 
@@ -151,14 +149,14 @@ class Plan:
         if self.layout.pp == 1:
             if self.chunks > 1 or (self.micro_batches or 1) > 1:
                 raise ValueError(
-                    f"chunks ({self.chunks}) and micro_batches ({self.micro_batches}) belong to a "
-                    "pipeline: give the layout a pp of at least 2"
+                    f"chunks ({self.chunks}) and micro_batches ({self.micro_batches}) are for "
+                    "pipelines: give the layout a pp of at least 2"
                 )
             return
         if self.accumulate > 1:
             raise ValueError(
-                f"accumulate ({self.accumulate}) is for plans without a pipeline: in one, batch is "
-                "divided into micro_batches"
+                f"accumulate ({self.accumulate}) is for plans without a pipeline: a pipeline "
+                "divides batch into micro_batches"
             )
         split_layers(self.sizes.layers, self.layout.pp * self.chunks)
         count = self.micro_batches or self.layout.pp
@@ -168,13 +166,13 @@ class Plan:
             )
         if self.batch % count:
             raise ValueError(
-                f"a batch of {self.batch} cannot be divided into {count} micro-batches: make it a "
+                f"a batch of {self.batch} can't be divided into {count} micro-batches: make it a "
                 f"multiple, or give another number of micro_batches"
             )
-        self.schedule_of(count)  # which refuses what interleaving cannot take
+        self.schedule_of(count)  # raises ValueError for what can't be interleaved
 
     def _check_bytes(self) -> None:
-        """ValueError for what no counter of bytes could hold."""
+        """Raise ValueError for sizes that no byte counter could hold."""
         least_bytes = estimate.least_bytes(
             self.sizes,
             self.micro_batch * self.tokens_per_sequence,
@@ -187,30 +185,30 @@ class Plan:
             raise ValueError(
                 f"{self.micro_batch:,} sequences of {self.sequence:,} tokens at once take at least "
                 f"{format_bytes(least_bytes)} of each GPU, which has "
-                f"{format_bytes(self.spec.memory_bytes)}: give a smaller batch, or shorter sequences"
+                f"{format_bytes(self.spec.memory_bytes)}: use a smaller batch or shorter sequences"
             )
 
     @property
     def schedule(self) -> schedules.Schedule:
-        """The order in which the ranks of a pipeline take micro-batches."""
+        """The order in which the ranks of a pipeline process micro-batches."""
         return self.schedule_of(self.micro_batches or self.layout.pp)
 
     def schedule_of(self, micro_batches: int) -> schedules.Schedule:
-        """The same for another number of micro-batches."""
+        """The schedule for another number of micro-batches."""
         if self.chunks == 1:
             return schedules.one_forward_one_backward(self.layout.pp, micro_batches)
         return schedules.interleaved(self.layout.pp, micro_batches, self.chunks)
 
     @property
     def micro_batch(self) -> int:
-        """Sequences that a rank takes at once."""
+        """Sequences that a rank processes at once."""
         if self.layout.pp == 1:
             return self.batch
         return self.batch // (self.micro_batches or self.layout.pp)
 
     @property
     def tokens_per_sequence(self) -> int:
-        """Those that a rank has of a sequence; ranks of ``tp`` have them together."""
+        """Tokens of each sequence that a rank has; ranks of ``tp`` share them."""
         return self.sequence // self.layout.cp
 
     @property
@@ -222,20 +220,20 @@ class Plan:
         return max(1, self.layout.ranks // self.gpus_per_host)
 
     def taking(self, costs: dict[str, Any]) -> tuple["Plan", dict[str, Any]]:
-        """The plan on the GPU and the network among ``costs``, if they name any; the other costs."""
+        """The plan with the GPU and network named in ``costs``, if any, and the remaining costs."""
         own = {name: costs[name] for name in ("gpu", "network") if name in costs}
         others = {name: cost for name, cost in costs.items() if name not in own}
         return dataclasses.replace(self, **own) if own else self, others
 
     @property
     def tokens(self) -> int:
-        """Tokens a step, on all ranks together."""
+        """Tokens per step, over all ranks."""
         return self.batch * self.accumulate * self.sequence * self.layout.dp
 
 
 @contextmanager
 def on_cluster(plan: Plan, rank: int = 0) -> Iterator[vgpu.Cluster]:
-    """In the block this process is a rank of the plan's cluster, and tensors are shapes."""
+    """Inside the block, this process is a rank of the plan's cluster, and tensors are shapes."""
     cluster = vgpu.cluster(
         plan.hosts,
         min(plan.gpus_per_host, plan.layout.ranks),
@@ -250,16 +248,16 @@ def on_cluster(plan: Plan, rank: int = 0) -> Iterator[vgpu.Cluster]:
 
 @dataclasses.dataclass(frozen=True)
 class RecordedStep:
-    """What a recorded step of one rank takes: virtual time and counted bytes."""
+    """What one rank's recorded step takes: virtual time and counted bytes."""
 
     plan: Plan
     timeline: vgpu.Timeline
     bytes_by_cause: dict[str, int]
-    """What is allocated at the peak, as ``vgpu.profiling.peaks`` counts it."""
+    """Bytes allocated at the peak, as counted by ``vgpu.profiling.peaks``."""
 
     @property
     def allocated_bytes(self) -> int:
-        """The most that tensors take at once."""
+        """The most bytes that tensors take at once."""
         return sum(self.bytes_by_cause.values())
 
     @property
@@ -270,32 +268,32 @@ class RecordedStep:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one GPU."""
+        """Tokens/s of one GPU."""
         return self.plan.tokens / self.plan.layout.ranks / self.seconds
 
     @property
     def utilization(self) -> float:
-        """The model's FLOPs, and nothing computed again, over what the datasheet's GPU could do."""
+        """The model's FLOPs, without recomputation, over what the GPU could do by its datasheet."""
         flop = estimate.flop_per_token(self.plan.sizes, self.plan.sequence) * self.tokens_per_s
         return flop / self.plan.spec.tensor_flop_per_s
 
     @property
     def time_by_cause(self) -> dict[str, float]:
-        """Seconds of the step: computing, each collective that nothing hides, and the rest."""
+        """The step's seconds: computing, each exposed collective, and the rest."""
         return time_by_cause(self.timeline, self.timeline.devices[0])
 
 
 @dataclasses.dataclass(frozen=True)
 class Step(RecordedStep):
-    """What a step of one rank takes, its allocator included."""
+    """What one rank's step takes, including its allocator."""
 
     reserved_bytes: int
-    """The most that PyTorch's allocator takes from the GPU for what is allocated."""
+    """The most memory that PyTorch's allocator reserves on the GPU."""
 
     def replayed(self, **changes: Any) -> "Step":
-        """The same operations again with other costs, timed anew, as ``vgpu.replay`` does.
+        """The same operations, timed again with other costs, as in ``vgpu.replay``.
 
-        changes: fields of ``vgpu.CostModel``, and ``gpu`` and ``network`` as a plan has them. Bytes stay.
+        changes: fields of ``vgpu.CostModel``, and a plan's ``gpu`` and ``network``. Bytes don't change.
         """
         timeline = vgpu.replay(self.timeline, **changes)
         plan, _ = self.plan.taking(changes)
@@ -307,11 +305,11 @@ class Step(RecordedStep):
 
 
 _RECORDED_MICRO_BATCHES = 2
-"""Of a step that accumulates; all others take as long as the second."""
+"""Micro-batches recorded if a step accumulates; all further ones take as long as the second."""
 
 
 def micro_batch_s(timeline: vgpu.Timeline) -> float:
-    """Of a step of two micro-batches: from the end of the first backward to that of the second."""
+    """In a step of two micro-batches: from the end of the first backward to the end of the second."""
     computed = [event for event in timeline.events if event.kind == "kernel" and event.stream == 0]
     computed.sort(key=lambda event: event.start_s)
     ends = [
@@ -326,7 +324,7 @@ def micro_batch_s(timeline: vgpu.Timeline) -> float:
 def time_by_cause(
     timeline: vgpu.Timeline, device: torch.device, idle_s: float | None = None
 ) -> dict[str, float]:
-    """Where a device's seconds go; idle_s: what it waits for other stages, in a pipeline."""
+    """Where a device's seconds go; idle_s: in a pipeline, how long it waits for other stages."""
     events = timeline.of(device)
     seen = [event for event in events if event.kind == "kernel"]
     sent = [event for event in events if event.kind == "collective"]
@@ -343,21 +341,22 @@ def time_by_cause(
     return causes
 
 
-# One rank trains: PyTorch's own parallel code, of which only the shapes exist
+# Training one rank: PyTorch's own parallel code, on shapes
 
 
 class Rank:
-    """The model and the optimizer of a rank, for plans that differ in what a step does.
+    """A rank's model and optimizer, for plans that differ in what a step does.
 
-    Batch, recomputation and whether parameters are gathered again may change from step to step.
+    Batch, recomputation and ``reshard_after_forward`` may change from step to step.
     """
 
     @without_garbage()
     def __init__(self, plan: Plan, takes_a_step: bool = True) -> None:
-        """takes_a_step: whether it has trained before it is asked.
+        """takes_a_step: whether it trains for a step before the recorded one.
 
-        If not, it only makes the optimizer's state. Seconds and allocated bytes of a step are the same
-        then, and what the allocator reserves is not quite: that depends on all that went before.
+        If not, it only creates the optimizer's state. A step's seconds and allocated bytes are the
+        same then, but the bytes that the allocator reserves aren't quite: they depend on everything
+        that happened before.
         """
         self._layout = plan.layout
         whole = Transformer(dataclasses.replace(plan.sizes, sequence=plan.tokens_per_sequence))
@@ -378,14 +377,14 @@ class Rank:
             self.optimizer = adam_with_state(self.model)
 
     def train(self, plan: Plan) -> None:
-        """One step."""
+        """Run one step."""
         assert plan.layout == self._layout
         self._parallel.configure(plan.recompute, plan.reshard_after_forward, plan.recompute_every)
         size = (plan.batch, plan.tokens_per_sequence)
         for _ in range(min(plan.accumulate, _RECORDED_MICRO_BATCHES)):
             tokens = torch.randint(plan.sizes.vocabulary, size, device="vgpu")
             with self._parallel.training():
-                # Nothing but the loss holds the logits during the backward pass.
+                # Only the loss holds the logits during the backward pass.
                 loss = F.cross_entropy(self.model(tokens).flatten(0, 1).float(), tokens.flatten())
                 loss.backward()
                 del loss
@@ -393,7 +392,7 @@ class Rank:
         self.optimizer.zero_grad()
 
     def recorded(self, plan: Plan, **costs: Any) -> RecordedStep:
-        """One step, and what it has allocated at its peak, without what other ``Rank``s have."""
+        """One step, with its bytes at the peak; those of other ``Rank`` objects don't count."""
         with PeakByCause(self.model, self.optimizer) as peak, vgpu.record(**costs) as timeline:
             self.train(plan)
         assert not timeline.races, timeline.races
@@ -401,17 +400,18 @@ class Rank:
         return RecordedStep(plan, timeline, own)
 
 
-# From few layers to all
+# Extrapolating from a few layers
 
 LAYERS = (4, 5)
-"""What ``extrapolate`` records: neighbors, since what the last layer adds is what each one adds. With
-fewer than four layers the most bytes are allocated at another point of the step."""
+"""What ``extrapolate`` records: consecutive counts, since each layer adds what the last one adds.
+With fewer than four layers the most bytes are allocated at another point of the step.
+"""
 
 
 def extrapolated(
     layers: int, few: float, more: float, *, counts: tuple[int, int] = LAYERS
 ) -> float:
-    """What a model of so many layers takes, from what models of ``counts`` layers take."""
+    """What a model with ``layers`` layers takes, from what models with ``counts`` layers take."""
     return more + (layers - counts[1]) * (more - few) / (counts[1] - counts[0])
 
 
@@ -425,23 +425,25 @@ def few_layers(plan: Plan) -> tuple[int, int]:
 
 
 def with_layers(plan: Plan, layers: int) -> Plan:
-    """The plan for a model of so many layers."""
+    """The plan for a model with that many layers."""
     return dataclasses.replace(plan, sizes=dataclasses.replace(plan.sizes, layers=layers))
 
 
 @dataclasses.dataclass(frozen=True)
 class ExtrapolatedStep:
-    """A plan's step from those with ``LAYERS`` of its layers, in seconds where the whole takes many.
+    """A plan's step, extrapolated from ``LAYERS`` layers; much faster than predicting all of them.
 
-    All layers of a transformer are alike, so time and allocated bytes are those of the whole to a
-    few thousandths. What the allocator reserves beyond that is missing: it grows in leaps.
+    All layers of a transformer are alike, so time and allocated bytes match the whole model's to a
+    few thousandths. What the allocator reserves beyond that is missing: it grows in steps.
     """
 
     plan: Plan
     steps: tuple[RecordedStep, RecordedStep]
 
     def seconds(self, **costs: Any) -> float:
-        """Of a step of the whole model; costs: other ones than recorded, as for ``vgpu.replay``."""
+        """Seconds per step of the whole model; costs: changes to the recorded ones, as for
+        ``vgpu.replay``.
+        """
         few = [
             dataclasses.replace(step, timeline=vgpu.replay(step.timeline, **costs))
             if costs
@@ -452,7 +454,7 @@ class ExtrapolatedStep:
         return extrapolated(self.plan.sizes.layers, *(step.seconds for step in few), counts=counts)
 
     def tokens_per_s(self, **costs: Any) -> float:
-        """Of one GPU."""
+        """Tokens/s of one GPU."""
         return self.plan.tokens / self.plan.layout.ranks / self.seconds(**costs)
 
     @property
@@ -474,15 +476,15 @@ class ExtrapolatedStep:
 
 
 def extrapolate(plan: Plan, **costs: Any) -> ExtrapolatedStep:
-    """The plan's step, from two recordings with few layers; costs: as for ``predict``.
+    """The plan's step, from two recordings with a few layers; costs: as for ``predict``.
 
-    ValueError for a pipeline, and for a model that has no more layers than those.
+    Raises ValueError for a pipeline, and for a model that has no more layers than that.
     """
     if plan.layout.pp > 1:
-        # A layer more is one more on one stage, and a whole model has as many more on each.
+        # One more layer is one more on a single stage; a whole model has more on each of them.
         raise ValueError(
-            f"a plan of {plan.layout.pp} stages cannot be extrapolated from few layers, which are "
-            "too few to divide alike: ask predict() for the whole of it"
+            f"a plan with {plan.layout.pp} stages can't be extrapolated from a few layers, because they "
+            "wouldn't be divided in the same way: use predict()"
         )
     counts = few_layers(plan)
     if plan.sizes.layers < counts[1]:

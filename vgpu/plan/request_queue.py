@@ -1,17 +1,17 @@
-"""Many users of one server, in virtual time: who waits for what, under which schedule.
+"""Many users of one server, in virtual time: who waits for what, depending on the schedule.
 
     served = simulate_queue(Server(LLAMA["70B"], tp=4), requests, chunked_prefill(512))
 
-A step is one forward of the server, over the tokens that the schedule picks: of a prompt as many as it
-likes, of a sequence that generates its one next token. The step after it begins when it ends. A sequence
-is taken in, in order of arrival, as soon as the cache has room for its prompt and all of its output;
-until then it waits outside, and no schedule sees it.
+A step is one forward pass of the server over the tokens that the schedule picks: as many of a
+prompt as it likes, and the one next token of a sequence that's generating. The next step starts
+when it ends. Sequences are admitted in order of arrival, as soon as the cache has room for the
+prompt and all of the output; until then they wait outside, where no schedule sees them.
 
-Left out: the host's time between steps, prompts with a common beginning, and sequences that are put out
-of the cache to make room (preemption).
+Left out: the host's time between steps, prompts with a common prefix, and sequences that are
+evicted from the cache to make room (preemption).
 
-Sources: Yu et al., 2022, Orca (continuous batching); Agrawal et al., 2024, Sarathi-Serve (prompts in
-chunks beside decoding).
+Sources: Yu et al., 2022, Orca (continuous batching); Agrawal et al., 2024, Sarathi-Serve (prompts
+in chunks along with decoding).
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ from vgpu.time.costs import check_seconds
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a user sends: a prompt of so many tokens, for so many tokens of output."""
+    """A user's request: the number of tokens in the prompt, and of output tokens."""
 
     arrival_s: float
     prompt: int
     output: int
     cached: int = 0
-    """Tokens of the prompt whose keys and values come with it, from a server that did the prefill."""
+    """Prompt tokens whose keys and values come with it, from a server that did the prefill."""
 
     def __post_init__(self) -> None:
         check_seconds("arrival_s", self.arrival_s)
@@ -46,7 +46,7 @@ class Request:
 
 @dataclasses.dataclass
 class Generation:
-    """A request that the server has taken in: how far its prompt is, and when its tokens came."""
+    """A request that the server has admitted: how much of its prompt is done, and when its tokens came."""
 
     request: Request
     prompt_left: int
@@ -54,26 +54,26 @@ class Generation:
 
     @property
     def computed(self) -> int:
-        """Tokens that the cache holds of it."""
+        """How many of its tokens are in the cache."""
         return self.request.prompt - self.prompt_left + max(0, len(self.token_s) - 1)
 
     @property
     def first_token_s(self) -> float:
-        """From the request's arrival to its first token."""
+        """The time from the request's arrival to its first token."""
         return self.token_s[0] - self.request.arrival_s
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between each two of its tokens."""
+        """The times between consecutive tokens."""
         return [later - earlier for earlier, later in itertools.pairwise(self.token_s)]
 
 
 Schedule = Callable[[Sequence[Generation]], Sequence[int]]
-"""Of all that are taken in, in order of arrival: how many tokens each gets in the next step."""
+"""How many tokens each admitted request gets in the next step, in order of arrival."""
 
 
 def whole_prompts(generations: Sequence[Generation]) -> list[int]:
-    """The first prompt that waits, whole and alone; where none waits, a token for everybody."""
+    """The first waiting prompt, whole and alone; if none is waiting, a token for everyone."""
     first = next((g for g in generations if g.prompt_left), None)
     if first is None:
         return [1] * len(generations)
@@ -81,7 +81,7 @@ def whole_prompts(generations: Sequence[Generation]) -> list[int]:
 
 
 def chunked_prefill(budget: int) -> Schedule:
-    """A token for everybody who generates, and the rest of ``budget`` tokens to prompts, in order."""
+    """A token for everyone who's generating; the rest of ``budget`` tokens goes to prompts, in order."""
     check_count("budget", budget)
 
     def schedule(generations: Sequence[Generation]) -> list[int]:
@@ -102,16 +102,17 @@ def simulate_queue(
     most_sequences: int = 256,
     static: bool = False,
 ) -> list[Generation]:
-    """When each token of each request comes, in order of arrival.
+    """When each request's tokens come, in order of arrival.
 
-    most_sequences: at once, beside what the cache allows. static: the next ones are taken in only when
-    all of the last ones have ended (a static batch). ValueError for a request that no cache has room
-    for, and for a schedule that gives a sequence more than it has left, or nobody anything.
+    most_sequences: a limit at any time, in addition to the cache's. static: new requests are
+    admitted only when all of the previous ones have ended (a static batch). Raises ValueError for a
+    request that's larger than the cache, and for a schedule that gives a sequence more than it has
+    left, or gives nobody anything.
     """
     if server.pp > 1:
         raise ValueError(
-            f"simulate_queue takes a server of one stage, got pp={server.pp}: with stages several "
-            "groups would be on their way at once"
+            f"simulate_queue takes a server with one stage, got pp={server.pp}: with more, several "
+            "groups would be in flight at once"
         )
     check_count("most_sequences", most_sequences)
     arriving = sorted(requests, key=lambda request: request.arrival_s)
@@ -162,10 +163,10 @@ def _check(tokens: list[int], generations: Sequence[Generation]) -> None:
         if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= most:
             what = f"{most} tokens of its prompt left" if g.prompt_left else "one next token"
             raise ValueError(
-                f"the schedule gave sequence {place} {n!r} tokens; it has {what}, so a whole number "
-                f"from 0 to {most} is possible"
+                f"the schedule gave sequence {place} {n!r} tokens; it has {what}, so it must be "
+                f"a whole number from 0 to {most}"
             )
     if not any(tokens):
         raise ValueError(
-            f"the schedule gave none of {len(generations)} sequences a token: they would wait for ever"
+            f"the schedule gave none of {len(generations)} sequences a token: they would wait forever"
         )

@@ -1,7 +1,7 @@
-"""Pipeline schedules as plain data: for each device a row of actions, in the order it takes them.
+"""Pipeline schedules as plain data: for each device, a row of actions in the order it runs them.
 
-A network is cut into stages, the batch into micro-batches. Device d has stage d, and with v chunks
-also d + devices, and so on round.
+A network is divided into stages, and the batch into micro-batches. Device d has stage d and, with v
+chunks, also d + devices, and so on.
 
 Sources: GPipe (Huang et al., 2019), PipeDream-Flush (Narayanan et al., 2021a, "Memory-efficient
 pipeline-parallel DNN training"), Megatron-LM (Narayanan et al., 2021b, "Efficient large-scale
@@ -42,8 +42,8 @@ class Action(NamedTuple):
 class Schedule:
     """A row of actions for each device; each device has ``chunks`` stages.
 
-    Raises ValueError unless each stage takes each micro-batch forward once and backward once, whole
-    or in two halves, all in its device's row. Whether the rows fit together is another question,
+    Raises ValueError unless each stage runs each micro-batch forward once and backward once, whole
+    or in two halves, all in its device's row. Whether the rows fit together is a separate question,
     which ``simulate`` answers.
     """
 
@@ -53,7 +53,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.devices < 1 or self.chunks < 1 or not any(self.rows):
-            raise ValueError(f"{self.name}: at least one device, one chunk and one action")
+            raise ValueError(f"{self.name}: needs at least one device, one chunk and one action")
         seen: set[Action] = set()
         for device, row in enumerate(self.rows):
             for action in row:
@@ -63,7 +63,7 @@ class Schedule:
                 kinds = "".join(k for k in "FBIW" if Action(k, micro_batch, stage) in seen)
                 if kinds not in ("FB", "FIW"):
                     raise ValueError(
-                        f"device {self.device_of(stage)}: stage {stage} takes micro-batch "
+                        f"device {self.device_of(stage)}: stage {stage} runs micro-batch "
                         f"{micro_batch} through {kinds or 'nothing'}; expected F and B, or F, I and "
                         "W, once each"
                     )
@@ -77,7 +77,7 @@ class Schedule:
         return self.devices * self.chunks
 
     def device_of(self, stage: int) -> int:
-        """The device whose row has the stage."""
+        """The device whose row contains the stage."""
         return stage % self.devices
 
     @cached_property
@@ -89,7 +89,7 @@ class Schedule:
         return frozenset(action for row in self.rows for action in row)
 
     def text(self, action: Action) -> str:
-        """An action as ``from_text`` takes it, without its stage if each device has only one."""
+        """An action as ``from_text`` reads it, without the stage if each device has only one."""
         return str(action) if self.chunks > 1 else f"{action.kind}{action.micro_batch}"
 
     def __str__(self) -> str:
@@ -100,24 +100,24 @@ class Schedule:
         kind, micro_batch, stage = action
         if kind not in tuple("FBIW") or micro_batch < 0 or not 0 <= stage < self.stages:
             raise ValueError(
-                f"device {device}: {action} is no action: its kind is F, B, I or W, its stage from 0 "
+                f"device {device}: {action} isn't an action: its kind is F, B, I or W, its stage from 0 "
                 f"to {self.stages - 1}, and micro-batches count from 0"
             )
         if self.device_of(stage) != device:
             raise ValueError(
-                f"device {device}: {action} is of stage {stage}, which belongs in the row of device "
+                f"device {device}: {action} is for stage {stage}, which belongs in the row of device "
                 f"{self.device_of(stage)}"
             )
         if action in seen:
-            raise ValueError(f"device {device}: {action} comes twice")
+            raise ValueError(f"device {device}: {action} appears twice")
         seen.add(action)
 
 
 def from_text(rows: Sequence[str | Sequence[str]], name: str = "by hand") -> Schedule:
-    """A schedule from texts: ``from_text(["F0 F1 B0 B1", "F0 B0 F1 B1"])``, one for each device.
+    """A schedule from text: ``from_text(["F0 F1 B0 B1", "F0 B0 F1 B1"])``, one string per device.
 
-    A row may also be a list of single actions. A number in front, as in "4F0", is the stage;
-    without it, device d means stage d. Raises ValueError if a text is not an action.
+    A row may also be a list of actions. A number in front, as in "4F0", is the stage; without it,
+    the stage is the device's number. Raises ValueError if a string isn't an action.
     """
     schedule_rows = []
     for device, row in enumerate(rows):
@@ -134,7 +134,7 @@ def from_text(rows: Sequence[str | Sequence[str]], name: str = "by hand") -> Sch
 
 
 def all_forward_all_backward(devices: int, micro_batches: int) -> Schedule:
-    """GPipe: every micro-batch forward first, then every one backward.
+    """GPipe: all micro-batches forward, then all backward.
 
     Bubble: (p - 1) / (m + p - 1) of the time, for p devices and m micro-batches (GPipe, 2.3). Every
     device keeps the activations of all m micro-batches.
@@ -148,7 +148,7 @@ def all_forward_all_backward(devices: int, micro_batches: int) -> Schedule:
 
 
 def _in_turn(warm: int, forwards: list[Action], backwards: list[list[Action]]) -> list[Action]:
-    """``warm`` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """``warm`` forwards, then forwards and backwards alternately, then the remaining backwards."""
     row = forwards[:warm]
     for forward, backward in zip_longest(forwards[warm:], backwards):
         if forward is not None:
@@ -158,10 +158,10 @@ def _in_turn(warm: int, forwards: list[Action], backwards: list[list[Action]]) -
 
 
 def one_forward_one_backward(devices: int, micro_batches: int) -> Schedule:
-    """1F1B, as PipeDream-Flush: after a warm-up, one forward and one backward in turn.
+    """1F1B, as in PipeDream-Flush: after a warm-up, forwards and backwards alternate.
 
-    The same bubble as all forward, all backward: (p - 1) / (m + p - 1) (Megatron-LM, 2.2.1). Device
-    d keeps the activations of at most min(p - d, m) micro-batches.
+    The bubble is the same as for all forward, all backward: (p - 1) / (m + p - 1) (Megatron-LM,
+    2.2.1). Device d keeps the activations of at most min(p - d, m) micro-batches.
     """
     _check_counts(devices, micro_batches)
     rows = []
@@ -173,18 +173,18 @@ def one_forward_one_backward(devices: int, micro_batches: int) -> Schedule:
 
 
 def interleaved(devices: int, micro_batches: int, chunks: int = 2) -> Schedule:
-    """Interleaved 1F1B: v chunks on each device, so that a micro-batch comes round v times.
+    """Interleaved 1F1B: v chunks on each device, so a micro-batch visits each device v times.
 
-    Bubble: (p - 1) / (v m + p - 1) of the time: Megatron-LM, 2.2.2, gives it as a share of the
-    ideal time, (p - 1) / (v m). Device 0 keeps at most v p + p - 1 chunks' activations, each
-    1 / v of a device's layers (Korthikanti et al., 2022, 4.2.3). Raises ValueError unless the
-    number of micro-batches is a multiple of the number of devices.
+    Bubble: (p - 1) / (v m + p - 1) of the time; Megatron-LM, 2.2.2, gives it relative to the ideal
+    time, as (p - 1) / (v m). Device 0 keeps at most v p + p - 1 chunks' activations, each 1 / v of
+    a device's layers (Korthikanti et al., 2022, 4.2.3). Raises ValueError unless the number of
+    micro-batches is a multiple of the number of devices.
     """
     _check_counts(devices, micro_batches, chunks)
     if micro_batches % devices:
         raise ValueError(
-            f"interleaving takes micro-batches in rounds of {devices}, one for each device: "
-            f"{micro_batches} is not a multiple of it"
+            f"interleaving runs micro-batches in rounds of {devices}, one per device, and "
+            f"{micro_batches} isn't a multiple of that"
         )
     total = micro_batches * chunks
 
@@ -206,12 +206,12 @@ def interleaved(devices: int, micro_batches: int, chunks: int = 2) -> Schedule:
 
 
 def zero_bubble(devices: int, micro_batches: int) -> Schedule:
-    """ZB-H1: 1F1B with backward in two halves; the gradients of weights wait, and fill the bubble.
+    """ZB-H1: 1F1B with backward in two halves; weight gradients are deferred and fill the bubble.
 
-    Nothing waits for the gradients of weights, so device d defers those of d micro-batches. If
-    the three parts take equally long, the bubble is (p - 1) / (3 m + p - 1), a third of 1F1B's idle
-    time (Qi et al., 2.3 and table 2). It asks for m >= p. Every device keeps the activations of at
-    most min(p, m) micro-batches.
+    Nothing waits for weight gradients, so device d defers those of d micro-batches. If the three
+    parts take equally long, the bubble is (p - 1) / (3 m + p - 1), a third of 1F1B's idle time (Qi
+    et al., 2.3 and table 2). It assumes m >= p. Every device keeps the activations of at most
+    min(p, m) micro-batches.
     """
     _check_counts(devices, micro_batches)
     rows = []
@@ -248,20 +248,20 @@ def _check_counts(devices: int, micro_batches: int, chunks: int = 1) -> None:
     check_count("chunks", chunks)
 
 
-# Simulated in time
+# Simulation in time
 
 
 class DeadlockError(ValueError):
-    """The rows of a schedule wait for each other; the message names who waits for what."""
+    """The rows of a schedule wait for each other; the message says which waits for what."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """How long one micro-batch takes in all layers of one device, in any unit.
+    """How long one micro-batch takes in all of a device's layers, in any unit.
 
-    If a device has v chunks, each takes 1 / v of it. A whole backward is both halves.
-    transfer: from the end of an action until a neighbor on another device can use its result.
-    by_stage: how many times as long each stage takes, in both directions; empty means all alike.
+    If a device has v chunks, each takes 1 / v of that. A whole backward is both halves. transfer:
+    the time from the end of an action until a neighbor on another device can use its result.
+    by_stage: a factor for each stage, in both directions; empty means that all are alike.
     """
 
     forward: float = 1
@@ -282,12 +282,12 @@ class Times:
         return of_kinds[action.kind] / chunks * times_as_long
 
     def end(self, action: Action, chunks: int, start: float) -> float:
-        """When an action ends that begins at ``start``; asked once, in the order of each device."""
+        """When an action that starts at ``start`` ends; called once per action, in each device's order."""
         return start + self.of(action, chunks)
 
 
 class Box(NamedTuple):
-    """One action, when it began and when it ended."""
+    """One action, with its start and end."""
 
     action: Action
     start: float
@@ -296,7 +296,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulatedSchedule:
-    """A schedule in time: the boxes of each device, in order."""
+    """A schedule in time: each device's boxes, in order."""
 
     schedule: Schedule
     boxes: tuple[tuple[Box, ...], ...]
@@ -307,21 +307,21 @@ class SimulatedSchedule:
 
     @property
     def bubble(self) -> float:
-        """The share of all devices' time in which they do nothing, from 0 to 1."""
+        """The fraction of all devices' time in which they're idle, from 0 to 1."""
         busy = sum(box.end - box.start for row in self.boxes for box in row)
         return 1 - busy / (self.schedule.devices * self.makespan)
 
     def order(self) -> list[Action]:
-        """All actions by their start: an order in which one host can run them."""
+        """All actions by start time: an order in which a single host can run them."""
         boxes = [box for row in self.boxes for box in row]
         return [box.action for box in sorted(boxes, key=lambda box: box.start)]
 
 
 def simulate(schedule: Schedule, times: Times | None = None) -> SimulatedSchedule:
-    """Let every device take its actions in order, each as soon as what it needs is there.
+    """Let every device run its actions in order, each as soon as its inputs are available.
 
-    Raises DeadlockError if devices wait for each other, and ValueError if ``times`` are of another
-    number of stages.
+    Raises DeadlockError if devices wait for each other, and ValueError if ``times`` is for a
+    different number of stages.
     """
     times = times or Times()
     if times.by_stage and len(times.by_stage) != schedule.stages:
@@ -330,7 +330,7 @@ def simulate(schedule: Schedule, times: Times | None = None) -> SimulatedSchedul
         )
     ended: dict[Action, float] = {}
     rows: list[list[Box]] = [[] for _ in schedule.rows]
-    waiting: dict[Action, list[int]] = {}  # which devices go on when an action has ended
+    waiting: dict[Action, list[int]] = {}  # which devices continue when an action has ended
     free = list(range(schedule.devices))
     while free:
         device = free.pop()
@@ -365,24 +365,24 @@ def needs(action: Action, schedule: Schedule) -> Iterator[Action]:
     else:
         yield Action(FORWARD, micro_batch, stage)
         if stage + 1 < schedule.stages:
-            # The stage behind may take its backward whole or in halves.
+            # The next stage may run its backward whole or in halves.
             whole = Action(BACKWARD, micro_batch, stage + 1)
             half = Action(INPUT_GRADIENT, micro_batch, stage + 1)
             yield whole if whole in schedule.actions else half
 
 
 def peaks_in_flight(schedule: Schedule) -> list[int]:
-    """The most activations that each device keeps at once.
+    """The maximum number of activations that each device keeps at once.
 
-    One activation is one micro-batch in one stage, kept from its forward until its backward, or the
-    gradients of its weights, are done.
+    An activation is one micro-batch in one stage, kept from its forward until its backward, or its
+    weight gradient, is done.
     """
     change = {FORWARD: 1, BACKWARD: -1, INPUT_GRADIENT: 0, WEIGHT_GRADIENT: -1}
     return [max(accumulate(change[action.kind] for action in row)) for row in schedule.rows]
 
 
 def _deadlock(schedule: Schedule, positions: list[int], ended: set[Action]) -> str:
-    """Who waits for whom, from a device in the circle until it comes again."""
+    """Who waits for whom, once around the cycle."""
     waits = {}
     for device, (position, row) in enumerate(zip(positions, schedule.rows, strict=True)):
         if position < len(row):

@@ -1,14 +1,14 @@
-"""Serving a transformer: does it fit, and how fast does it generate, on paper.
+"""Estimates for serving a transformer: does it fit, and how fast does it generate?
 
-A forward of a server takes some new tokens of each sequence, reads the keys and values that are cached
-of its earlier ones, and gives each sequence one more token. For a prompt all its tokens are new
-(prefill), later one at a time (decoding). Seconds are those of a ``CostModel``, kernel by kernel:
-matrix products fill a GPU as far as their rows allow, attention reads the cache. The sums of tensor
-parallelism inside a host take the quicker one of NCCL's ring and one read of all the others' parts,
-which serving engines use for small tensors.
+A server's forward pass takes some new tokens from each sequence, reads the cached keys and values
+of its earlier ones, and gives each sequence one more token. At first, all of a prompt's tokens are
+new (prefill), later one at a time (decoding). Seconds come from a ``CostModel``, kernel by kernel:
+matrix products fill a GPU as far as their rows allow, and attention reads the cache. Within a host,
+tensor parallelism's all-reduces use the faster of NCCL's ring and a single read of all the others'
+parts, which serving engines use for small tensors.
 
-Left out: the host's time (launches replay from CUDA graphs), sampling, the bytes of activations,
-fragments of the cache, scaling factors of float8, sequences that share a prefix, speculation.
+Left out: the host's time (CUDA graphs replay launches), sampling, the bytes of activations,
+fragmentation of the cache, float8's scales, sequences that share a prefix, speculative decoding.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ from vgpu.time.costs import BFLOAT16, FLOAT8, Workload
 from vgpu.units import format_bytes, format_seconds
 
 BITS = (8, 16)
-"""Of a weight or a cached number: float8 or bfloat16."""
+"""Bits of a weight or a cached number: float8 or bfloat16."""
 
-_ACTIVATION_BYTES = 2  # of a number of the hidden states, and of embedding and output: bfloat16
+_ACTIVATION_BYTES = 2  # per number in hidden states, embedding and output: bfloat16
 
 
 def cache_bytes(sizes: TransformerSizes, tokens: int, bits: int = 16) -> int:
-    """Keys and values of ``tokens`` tokens in all layers, on all GPUs together, without copies."""
+    """Bytes of the keys and values of ``tokens`` tokens in all layers, over all GPUs, without copies."""
     return 2 * sizes.layers * sizes.key_value_width * tokens * bits // 8
 
 
@@ -38,29 +38,30 @@ DEFAULT_COST = CostModel(PRESETS["H100"], network=NETWORKS["InfiniBand NDR"], gp
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """One copy of a transformer on ``tp * pp`` GPUs, and the numbers that it computes with.
+    """One copy of a transformer on ``tp * pp`` GPUs, and its number formats.
 
-    ValueError for degrees that do not divide the sizes. Beyond as many ranks of ``tp`` as there are
-    key-value heads, several ranks hold the same ones.
+    Raises ValueError for degrees that don't divide the sizes. If there are more ranks of ``tp``
+    than key-value heads, several ranks hold the same head.
     """
 
     sizes: TransformerSizes
     tp: int = 1
     """Ranks that share each layer: heads, feed-forward columns, vocabulary."""
     pp: int = 1
-    """Stages of consecutive layers. As many groups of sequences are on their way at once."""
+    """Stages of consecutive layers, and the number of groups of sequences in flight."""
     weight_bits: int = 16
-    """Of the blocks' products: 8 is float8, which they are then computed in. Embedding and output
-    stay in bfloat16."""
+    """For the blocks' products; with 8, they're also computed in float8. Embedding and output stay
+    in bfloat16.
+    """
     cache_bits: int = 16
     usable_memory: float = 0.9
     """The part of a GPU's memory that weights and cache may take (vLLM's gpu_memory_utilization)."""
     cost: CostModel = DEFAULT_COST
-    """The GPU, its links and network, and the shares of their peaks that are reached."""
+    """The GPU, its links and network, and what shares of their peaks are reached."""
     _products: dict[tuple[int, ...], float] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Seconds of the matrix products so far: most forwards have the same."""
+    """Cached seconds of matrix products: most forward passes have the same ones."""
 
     def __post_init__(self) -> None:
         self.sizes.check()
@@ -73,7 +74,7 @@ class Server:
             raise ValueError(f"usable_memory must be in (0, 1], got {self.usable_memory!r}")
         if self.weight_bits == 8 and self.cost.spec.fp8_flop_per_s is None:
             raise ValueError(
-                f"{self.cost.spec.name} has no float8 arithmetic: give weight_bits=16, or a GPU "
+                f"{self.cost.spec.name} has no float8 arithmetic: use weight_bits=16, or a GPU "
                 "such as the H100"
             )
         sizes, tp = self.sizes, self.tp
@@ -82,12 +83,12 @@ class Server:
         if sizes.key_value_heads % tp and tp % sizes.key_value_heads:
             uneven.append(f"key-value heads {sizes.key_value_heads}")
         if uneven:
-            raise ValueError(f"tp={tp} ranks cannot share a layer evenly: {', '.join(uneven)}")
+            raise ValueError(f"tp={tp} ranks can't share a layer evenly: {', '.join(uneven)}")
         if self.pp > sizes.layers:
             raise ValueError(f"pp={self.pp} stages are too many for {sizes.layers} layers")
 
     def with_costs(self, **changes: object) -> "Server":
-        """This with other fields of its ``CostModel``: shares, ``gpu``, ``network``."""
+        """A copy with other fields of the ``CostModel``: shares, ``gpu``, ``network``."""
         return dataclasses.replace(self, cost=self.cost.changed(changes))
 
     @property
@@ -98,7 +99,7 @@ class Server:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the GPU that holds most: a stage's blocks, and embedding or output or both."""
+        """Weights of the GPU that holds the most: a stage's blocks, and embedding or output or both."""
         sizes = self.sizes
         norms = 2 * sizes.width * _ACTIVATION_BYTES
         block = sizes.block_products * self.weight_bits // 8 // self.tp + norms
@@ -107,66 +108,68 @@ class Server:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """On each GPU of the stage that has most layers."""
+        """Per token, on each GPU of the stage with the most layers."""
         numbers = 2 * self._stage_layers * self._key_value_width
         return numbers * self.cache_bits // 8
 
     @property
     def cache_tokens(self) -> int:
-        """How many tokens the cache holds beside the weights; below 0 the weights do not fit."""
+        """How many tokens fit into the cache next to the weights; below 0, the weights don't fit."""
         room = self.usable_memory * self.cost.spec.memory_bytes - self.weight_bytes
         return math.floor(room / self.cache_bytes_per_token)
 
     @property
     def fits(self) -> bool:
-        """Whether the weights leave room for a sequence as long as the model takes."""
+        """Whether the weights leave room for a sequence of the model's maximum length."""
         return self.cache_tokens >= self.sizes.sequence
 
     def most_sequences(self, tokens: int) -> int:
-        """How many sequences of so many tokens each the cache holds at once."""
+        """How many sequences of ``tokens`` tokens each the cache holds at once."""
         check_count("tokens", tokens)
         return max(0, self.cache_tokens // tokens)
 
     # Seconds
 
     def forward_s(self, work: Iterable[tuple[int, int]]) -> float:
-        """From the first stage to the last: for each sequence its new tokens and those cached before.
+        """Through all stages; for each sequence, its new tokens and the ones cached before.
 
-        ``[(2048, 0)]`` is the prefill of a prompt, ``[(1, 2048)] * 32`` a step of decoding.
+        ``[(2048, 0)]`` is the prefill of a prompt, ``[(1, 2048)] * 32`` a decoding step.
         """
         tokens = sequences = pairs = read = 0
         for new, cached in work:
             sequences += 1
             tokens += new
-            pairs += new * cached + new * (new + 1) // 2  # each new token sees those up to itself
+            pairs += (
+                new * cached + new * (new + 1) // 2
+            )  # each new token attends to those up to itself
             read += cached + new
         return self._forward_s(tokens, sequences, pairs, read)
 
     def prefill_s(self, prompt: int, cached: int = 0) -> float:
-        """Of one prompt's tokens, after those that are cached: until its first token is there."""
+        """For one prompt's tokens, after the cached ones: the time until its first output token."""
         check_count("prompt", prompt)
         return self.forward_s([(prompt, cached)])
 
     def decode_s(self, batch: int, context: int) -> float:
-        """Until each of ``batch`` sequences, with ``context`` tokens before, has its next token.
+        """The time until each of ``batch`` sequences, with ``context`` earlier tokens, has its next token.
 
-        With stages, groups of batch / pp sequences follow each other, so that no stage waits.
+        With several stages, groups of batch / pp sequences follow each other, so that no stage waits.
         """
         check_count("batch", batch)
         group = math.ceil(batch / self.pp)
         return self._forward_s(group, group, group * (context + 1), group * (context + 1))
 
     def generate_s(self, batch: int, prompt: int, output: int) -> float:
-        """``batch`` prompts of the same length, then all their tokens: a static batch, start to end."""
+        """A static batch from start to end: ``batch`` prompts of the same length, then all their tokens."""
         check_count("output", output)
         group = math.ceil(batch / self.pp)
         prefill_s = self.forward_s([(prompt, 0)] * group)
         return prefill_s + (output - 1) * self.decode_s(batch, prompt + output // 2)
 
     def tokens_per_s(self, batch: int, prompt: int, output: int) -> float:
-        """Output tokens/s of all GPUs together while ``batch`` sequences are always there.
+        """Output tokens/s of all GPUs together while there are always ``batch`` sequences.
 
-        As soon as one ends the next one's prompt is taken in, beside the others' next tokens
+        As soon as one ends, the next one's prompt is processed along with the others' next tokens
         (continuous batching, with prompts in chunks).
         """
         return batch / self.mixed_step_s(batch, prompt, output)
@@ -176,7 +179,7 @@ class Server:
         check_count("batch", batch)
         check_count("output", output)
         group = math.ceil(batch / self.pp)
-        prompts = group / output  # that begin in each step
+        prompts = group / output  # that start in each step
         context = prompt + output // 2
         return self._forward_s(
             group + math.ceil(prompts * prompt),
@@ -193,7 +196,7 @@ class Server:
 
     @property
     def _key_value_width(self) -> int:
-        """Of one rank's keys, or values: at least one head."""
+        """The width of one rank's keys, or values: at least one head."""
         return self.sizes.head_width * max(1, self.sizes.key_value_heads // self.tp)
 
     def _forward_s(self, tokens: int, sequences: int, pairs: int, read: int) -> float:
@@ -240,9 +243,9 @@ class Server:
         return self.cost.kernel_time_s(Workload(0, size_bytes))
 
     def all_reduce_s(self, size_bytes: float) -> float:
-        """The sum of a tensor over the ranks of ``tp``.
+        """The time to sum a tensor over the ranks of ``tp``.
 
-        One shot: each rank reads the whole tensor of every other one, between two barriers.
+        In one shot, each rank reads every other rank's whole tensor, between two barriers.
         """
         if self.tp == 1:
             return 0.0
@@ -255,7 +258,7 @@ class Server:
         return min(ring_s, 2 * link.latency_s + (self.tp - 1) * size_bytes / bytes_per_s)
 
     def _sends_s(self, hidden_bytes: float) -> float:
-        """From stage to stage: each rank sends its part of the hidden states."""
+        """The time from stage to stage: each rank sends its part of the hidden states."""
         stages = [(stage * self.tp, (stage + 1) * self.tp) for stage in range(self.pp - 1)]
         each = hidden_bytes / self.tp
         return sum(self.cost.group_time_s("send", each, pair) for pair in stages)
@@ -265,9 +268,9 @@ class Server:
 
 
 def report(server: Server, prompt: int, output: int) -> str:
-    """Whether the server fits, and for several batches how long tokens take; text to print.
+    """Whether the server fits and, for several batch sizes, how long tokens take, as text.
 
-    prompt, output: tokens of every request.
+    prompt, output: tokens per request.
     """
     spec, sizes = server.cost.spec, server.sizes
     tokens = prompt + output
@@ -277,10 +280,10 @@ def report(server: Server, prompt: int, output: int) -> str:
         ("weights", format_bytes(server.weight_bytes)),
         ("cache, a token", format_bytes(server.cache_bytes_per_token)),
         (f"for both, {server.usable_memory:.0%} of", format_bytes(spec.memory_bytes)),
-        ("tokens that the cache holds", f"{max(0, server.cache_tokens):,}"),
+        ("tokens in the cache", f"{max(0, server.cache_tokens):,}"),
         (f"sequences of {prompt:,} + {output:,} tokens", f"{most:,}"),
     ]
-    bytes_table = str(Table(("bytes of a GPU", ""), rows))
+    bytes_table = str(Table(("bytes per GPU", ""), rows))
     if not most:
         need = f"a sequence of {tokens:,} tokens"
         more = "Use more GPUs, or 8 bits for weights and cache."
@@ -303,6 +306,6 @@ def report(server: Server, prompt: int, output: int) -> str:
             bytes_table,
             f"It fits. The first token of a prompt comes after {format_seconds(server.prefill_s(prompt))}.",
             str(Table(header, times)),
-            f"{sizes.parameters / 1e9:.1f} billion parameters. Virtual time, a model's prediction.",
+            f"{sizes.parameters / 1e9:.1f} billion parameters. Virtual time, predicted by a cost model.",
         ]
     )

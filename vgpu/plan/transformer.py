@@ -1,4 +1,4 @@
-"""A decoder-only transformer in the form of Llama, and the sizes of the published ones."""
+"""A Llama-style decoder-only transformer, and the sizes of published models."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +12,7 @@ from vgpu.plan.experts import Experts, ExpertSizes
 
 
 def check_count(name: str, value: object) -> None:
-    """ValueError for what is not a whole number of at least 1."""
+    """Raise ValueError for anything but a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
     if value < 1:
@@ -26,22 +26,24 @@ GELU with two. Neither has biases."""
 
 @dataclass(frozen=True)
 class TransformerSizes:
-    """The sizes of a decoder-only transformer in the form of Llama or of GPT."""
+    """The sizes of a decoder-only transformer in the style of Llama or GPT."""
 
     layers: int
     width: int
     heads: int
-    key_value_heads: int  # each serves heads / key_value_heads heads
+    key_value_heads: int  # each is shared by heads / key_value_heads query heads
     feed_forward: int
     vocabulary: int
-    sequence: int = 8192  # the longest that it takes
-    rotary_base: float = 500_000.0  # Llama 3's; a larger one tells positions apart further away
+    sequence: int = 8192  # the longest that the model takes
+    rotary_base: float = (
+        500_000.0  # Llama 3's; a larger one distinguishes positions that are further apart
+    )
     form: str = "llama"  # one of ``FORMS``
-    experts: ExpertSizes | None = None  # in place of the feed-forward part of blocks
-    head_size: int | None = None  # width of a head, where it is not width / heads
+    experts: ExpertSizes | None = None  # in place of the blocks' feed-forward layers
+    head_size: int | None = None  # width of a head, if it isn't width / heads
 
     def check(self) -> None:
-        """ValueError for sizes that no ``Transformer`` can have."""
+        """Raise ValueError for sizes that no ``Transformer`` can have."""
         for name, count in vars(self).items():
             if name not in ("rotary_base", "form", "experts", "head_size"):
                 check_count(name, count)
@@ -60,18 +62,18 @@ class TransformerSizes:
             check_count("head_size", self.head_size)
             if self.head_size % 2:
                 raise ValueError(
-                    f"head_size must be even, since rotary positions turn pairs of numbers, got "
+                    f"head_size must be even, since rotary positions rotate pairs of numbers, got "
                     f"{self.head_size}"
                 )
         elif self.width % (2 * self.heads):
             raise ValueError(
-                f"a width of {self.width} cannot be divided among {self.heads} heads, each of an "
-                "even width: rotary positions turn pairs of numbers"
+                f"a width of {self.width} can't be divided among {self.heads} heads, each of an "
+                "even width: rotary positions rotate pairs of numbers"
             )
         if self.heads % self.key_value_heads:
             raise ValueError(
-                f"{self.heads} heads cannot be divided among {self.key_value_heads} key and value "
-                "heads: each serves as many"
+                f"{self.heads} heads can't be divided among {self.key_value_heads} key and value "
+                "heads: each must be shared by equally many"
             )
 
     @property
@@ -80,17 +82,17 @@ class TransformerSizes:
 
     @property
     def query_width(self) -> int:
-        """Of all heads side by side."""
+        """The width of all query heads side by side."""
         return self.head_width * self.heads
 
     @property
     def key_value_width(self) -> int:
-        """Of all key heads side by side, or all value heads."""
+        """The width of all key heads, or all value heads, side by side."""
         return self.head_width * self.key_value_heads
 
     @property
     def block_products(self) -> int:
-        """Parameters of the matrix products of a block without experts."""
+        """Parameters in the matrix products of a block without experts."""
         return (
             self._attention_products + self.feed_forward_products * self.width * self.feed_forward
         )
@@ -101,19 +103,19 @@ class TransformerSizes:
 
     @property
     def token_products(self) -> int:
-        """Parameters of the matrix products that a token goes through in all blocks."""
+        """Parameters in the matrix products that a token goes through in all blocks."""
         return self._all_products(0 if self.experts is None else self.experts.per_token)
 
     @property
     def expert_products(self) -> int:
-        """Of those of all blocks, what ranks of ``ep`` divide among them."""
+        """The parameters of all blocks' experts, which the ranks of ``ep`` divide among themselves."""
         if self.experts is None:
             return 0
         layers = self.layers - self.experts.dense_layers
         return layers * 3 * self.width * self.experts.width * self.experts.count
 
     def _all_products(self, count: int) -> int:
-        """Of all blocks, with so many of a block's experts."""
+        """The parameters in all blocks' matrix products, with ``count`` experts per block."""
         experts = self.experts
         if experts is None:
             return self.layers * self.block_products
@@ -124,7 +126,7 @@ class TransformerSizes:
 
     @property
     def least_inside(self) -> int:
-        """The least width inside what follows attention, for a token of any block."""
+        """The smallest inner width after attention that a token goes through in any block."""
         if self.experts is None:
             return self.feed_forward
         routed = self.experts.per_token * min(self.experts.capacity, 1.0) * self.experts.width
@@ -133,18 +135,18 @@ class TransformerSizes:
 
     @property
     def feed_forward_products(self) -> int:
-        """Matrices of a block's feed-forward part."""
+        """The number of matrices in a block's feed-forward layer."""
         return 3 if self.form == "llama" else 2
 
     @property
     def blocks_parameters(self) -> int:
-        """Of all blocks, those of their norms included."""
+        """Parameters of all blocks, including their norms."""
         count = 0 if self.experts is None else self.experts.count
         return self._all_products(count) + self.layers * 2 * self.width
 
     @property
     def parameters(self) -> int:
-        """Of the whole ``Transformer``."""
+        """Parameters of the whole ``Transformer``."""
         positions = 0 if self.form == "llama" else self.sequence
         ends = (2 * self.vocabulary + positions + 1) * self.width
         return self.blocks_parameters + ends
@@ -167,16 +169,16 @@ MIXTRAL = {
     ),
 }
 
-# A GPT of 352,896 parameters, small enough to learn letters on a CPU. In 64 positions a base of 20
-# makes each pair of numbers turn far enough to be of use.
+# A GPT of 352,896 parameters, small enough to learn letters on a CPU. With 64 positions, a base of
+# 20 rotates each pair of numbers far enough to be useful.
 LETTERS = TransformerSizes(2, 128, 4, 4, 256, 96, sequence=64, rotary_base=20.0)
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer in the form of Llama: one small enough to train here, or a shape.
+    """A Llama-style decoder-only transformer: either small enough to train here, or shapes only.
 
-    (B, S) integers in, (B, S, vocabulary) logits out. A norm before each part, grouped key and value
-    heads, no biases; the rest as ``FORMS`` says.
+    Takes (B, S) integers, and returns (B, S, vocabulary) logits. It has a norm before each layer,
+    grouped key and value heads, and no biases; the rest depends on its form (``FORMS``).
     """
 
     cos: torch.Tensor
@@ -201,9 +203,9 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int = 0) -> None:
-        """Give every parameter and buffer its values, in place: for a model from the meta device.
+        """Initialize every parameter and buffer in place, for a model from the meta device.
 
-        The numbers are the same however the model is divided. Each rank draws all of them on the
+        The values are the same however the model is divided: each rank draws all of them on the
         host, one whole parameter at a time, and keeps its part.
         """
         generator = torch.Generator().manual_seed(seed)
@@ -227,7 +229,7 @@ class Transformer(nn.Module):
         if length > len(self.cos):
             raise ValueError(
                 f"a sequence of {length} tokens is longer than the {len(self.cos)} that this "
-                "Transformer was made for: cut it, or make the model with a larger sequence."
+                "Transformer was made for: cut it, or create the model with a longer sequence."
             )
         cos, sin = self.cos[:length], self.sin[:length]
         hidden = self.embedding(tokens)  # (B, S, width)
@@ -239,7 +241,7 @@ class Transformer(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then linear layers, or experts that each have some; each adds to its input."""
+    """Attention, then a feed-forward layer or experts; each adds to its input."""
 
     def __init__(self, sizes: TransformerSizes, has_experts: bool = False) -> None:
         super().__init__()
@@ -261,10 +263,10 @@ def _experts(sizes: TransformerSizes) -> Experts:
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm in its parts, as Llama's own code has it, and GPUs had it before PyTorch 2.9.
+    """nn.RMSNorm written out, as in Llama's own code, and as GPUs ran it before PyTorch 2.9.
 
-    The values are the same. nn.RMSNorm is one kernel on GPUs since, and keeps less for backward;
-    the published training runs that predictions are compared with had the parts.
+    The values are the same. Since then, nn.RMSNorm is one kernel on GPUs, and keeps less for the
+    backward pass; the published training runs that predictions are compared with ran it in parts.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -283,17 +285,17 @@ def norm(sizes: TransformerSizes) -> nn.Module:
 
 
 def _keep_size(*layers: nn.Linear) -> None:
-    """Begin so that what comes out is about as large as what goes in.
+    """Initialize the weights so that outputs are about as large as inputs.
 
-    As nn.Linear begins, it is smaller by the root of three. After two or three layers in a row a
-    block would add little to its input, and learn late.
+    With nn.Linear's own initialization, outputs are smaller by the square root of three. After two
+    or three layers in a row, a block would add little to its input, and learn late.
     """
     for layer in layers:
         nn.init.kaiming_uniform_(layer.weight, nonlinearity="linear")
 
 
 class CausalAttention(nn.Module):
-    """Each position sees itself and those before it. (B, S, width) in and out."""
+    """Each position attends to itself and those before it. Input and output are (B, S, width)."""
 
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
@@ -306,7 +308,7 @@ class CausalAttention(nn.Module):
         _keep_size(self.value, self.output)
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        # Heads are counted from the widths, so that a rank may hold only some of them.
+        # The number of heads follows from the widths, so a rank may hold only some of them.
         query, key, value = (
             layer(hidden).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
@@ -318,7 +320,7 @@ class CausalAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, 2020): one product decides how much of the other passes. Or GELU, without gate."""
+    """SwiGLU (Shazeer, 2020), in which one product gates the other; or GELU, without a gate."""
 
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
@@ -340,7 +342,7 @@ class FeedForward(nn.Module):
 
 
 def rotary_angles(length: int, head_width: int, base: float) -> torch.Tensor:
-    """The angle by which each position turns each pair of numbers: (length, head_width / 2).
+    """The angle by which each position rotates each pair of numbers: (length, head_width / 2).
 
     Su et al., 2021, RoFormer.
     """
@@ -349,9 +351,9 @@ def rotary_angles(length: int, head_width: int, base: float) -> torch.Tensor:
 
 
 def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """(B, heads, S, head_width), each two neighboring numbers turned by their position's angle.
+    """(B, heads, S, head_width), with each pair of neighboring numbers rotated by its position's angle.
 
-    As in Llama's own code, they are one complex number, so that one product turns them.
+    As in Llama's own code, each pair is a complex number, so a single product rotates it.
     """
     wide = torch.promote_types(heads.dtype, torch.float32)
     pairs = torch.view_as_complex(heads.to(wide).unflatten(-1, (-1, 2)))

@@ -299,10 +299,10 @@ def _sync_backward(
 ) -> torch.Tensor:
     """The gradient of the input, from the sums over all ranks."""
     samples = count.sum()
-    centred = input - _along_channels(mean, input)
+    centered = input - _along_channels(mean, input)
     slope = _along_channels(invstd.square() * sum_dy_xmu / samples, input)
     scale = invstd if weight is None else invstd * weight
-    away = grad_out - _along_channels(sum_dy / samples, input) - centred * slope
+    away = grad_out - _along_channels(sum_dy / samples, input) - centered * slope
     return (away * _along_channels(scale, input)).to(input.dtype)
 
 

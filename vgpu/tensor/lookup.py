@@ -44,13 +44,13 @@ class Result:
         outputs: list[Output | int | None],
         bases: list[int | None],
     ) -> None:
-        self.form = form  # None for one tensor; else list or tuple
+        self.form = form  # None for one tensor; otherwise list or tuple
         self.outputs = outputs  # numbers, and None, stand for themselves
-        self.bases = bases  # the virtual input, by its number, whose memory an output shares
-        # The output, where it is one tensor with memory of its own.
+        self.bases = bases  # the number of the virtual input whose memory an output shares
+        # The output, if it's one tensor with its own memory.
         only = outputs[0] if form is None and bases == [None] else None
         self.alone = only if isinstance(only, Output) else None
-        self.work: Any = None  # what it costs: a recording keeps it here (time/recording.py)
+        self.work: Any = None  # its cost, cached here by recordings (time/recording.py)
 
 
 RESULTS: dict[Signature, Result] = {}
@@ -70,12 +70,12 @@ _by_metadata: dict[tuple[object, ...], torch.Tensor] = {}
 # Never freed, so that no id is reused.
 _by_id: dict[int, torch.Tensor] = {}
 
-# Arguments that decide neither the shapes nor the work of a call.
+# Arguments that affect neither the shapes nor the work of a call.
 _NO_MATTER = {"device", "generator", "layout", "non_blocking", "pin_memory"}
 
 
 def interned(tensor: torch.Tensor) -> torch.Tensor:
-    """The one meta tensor with the size, strides, offset and type of ``tensor``."""
+    """The one meta tensor with the size, strides, offset and dtype of ``tensor``."""
     if id(tensor) in _by_id:
         return tensor
     if tensor.layout is not torch.strided:
@@ -106,10 +106,10 @@ def signature_of(info: OperatorInfo, args: Args, kwargs: Kwargs, inputs: list[An
     Appends the virtual tensors among the arguments to ``inputs``.
     """
     signature: list[object] = [id(info)]
-    # A fractional number decides a size only if a tensor is made from nothing (arange).
+    # A float determines a size only if a tensor is created from nothing (arange).
     with_floats, in_lists = info.makes_on_device, not info.has_lists_of_factors
     for value in args:
-        if type(value) in SHAPES:  # here once more, for most of what there is: a call takes longer
+        if type(value) in SHAPES:  # repeated here for the most common case: a call takes longer
             inputs.append(value)
             signature.append(id(value._inner))
         else:
@@ -176,7 +176,7 @@ def _stays_real(info: OperatorInfo, args: Args, kwargs: Kwargs) -> bool:
     return info.name in _OF_INTEGERS and all(isinstance(n, int) for n in numbers)
 
 
-# Without a dtype these make integers of integers, or always.
+# Without a dtype, these return integers for integers, or always.
 _OF_INTEGERS = {"arange", "full", "randint", "randperm", "tril_indices", "triu_indices"}
 
 

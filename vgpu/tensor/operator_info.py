@@ -196,7 +196,7 @@ class OperatorInfo:
             or schema.name.startswith("prim::")
         )
         self.allocates = self.name in _ALLOCATES
-        # Whether torch.compile fuses it with its neighbours.
+        # Whether torch.compile fuses it with its neighbors.
         self.fuses = self.name in _FUSED or not _FUSED_TAGS.isdisjoint(func.tags)
 
     def read_way(self) -> None:

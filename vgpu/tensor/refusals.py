@@ -15,14 +15,14 @@ from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments
 from vgpu.torch_patches.undo import Changes
 
 _NESTED = (
-    "nested tensors are not supported on virtual GPUs: pad the parts to one size "
+    "nested tensors are not supported on virtual GPUs: pad the parts to the same size "
     "(torch.nn.utils.rnn.pad_sequence), or keep the nested tensor on the CPU"
 )
 _NESTED_ENCODER = (
-    "nn.TransformerEncoder makes a nested tensor of its input where it is evaluated without gradients "
-    "and with src_key_padding_mask, and nested tensors are not supported on virtual GPUs: make it "
-    "with enable_nested_tensor=False. At padded places, where the nested tensor leaves zeros, its "
-    "output is then a number to ignore; elsewhere it is the same"
+    "nn.TransformerEncoder creates a nested tensor from its input if it is evaluated without gradients "
+    "and with src_key_padding_mask, and nested tensors are not supported on virtual GPUs: create it "
+    "with enable_nested_tensor=False. At padded positions, where the nested tensor leaves zeros, ignore "
+    "its output; elsewhere it is the same"
 )
 _QUANTIZED = "quantized tensors are not supported on virtual GPUs: quantize on the CPU"
 _FORWARD_MODE = (
@@ -32,14 +32,14 @@ _FORWARD_MODE = (
 _VARLEN = (
     "attention of sequences of several lengths (torch.nn.attention.varlen) is not supported on virtual "
     "GPUs: call torch.nn.functional.scaled_dot_product_attention for each, or flex_attention with a "
-    "mask of documents"
+    "document mask"
 )
 _SPARSE_REDUCE = (
-    "torch.sparse.mm with a reduction is for the CPU alone in PyTorch, also where GPUs are real: call "
+    "PyTorch supports torch.sparse.mm with a reduction only on the CPU, even with real GPUs: call "
     "it on CPU tensors, or without reduce"
 )
 _STORAGE = (
-    "a storage alone cannot be made on or moved to a virtual GPU: make a tensor there, such as "
+    "a storage alone cannot be created on or moved to a virtual GPU: create a tensor there, such as "
     "torch.empty(n, dtype=torch.uint8, device='vgpu:0')"
 )
 
@@ -159,7 +159,7 @@ def subclass_refused(cls: type) -> NotImplementedError:
     """The error for a tensor of a user's own class on a virtual GPU."""
     return NotImplementedError(
         f"tensors of the subclass {cls.__name__} are not supported on virtual GPUs: use plain "
-        "tensors there, or a class that holds a tensor as an attribute (torch.Tensor.as_subclass "
+        "tensors there, or a class with a tensor as an attribute (torch.Tensor.as_subclass "
         "and the like work on the CPU)"
     )
 

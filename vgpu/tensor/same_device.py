@@ -79,8 +79,8 @@ def _check_hosts(func: Operator, args: Args, kwargs: Kwargs) -> None:
             raise RuntimeError(
                 f"{func._schema.name} got tensors of two hosts: {name}, of size "
                 f"{list(tensor.size())}, is on {tensor.device}, and so is another, but one of the "
-                "two was made before a vgpu.cluster block, or in one that has ended. Make both in "
-                "the block, or take one there through the host: x.cpu().to(...)"
+                "two was created before a vgpu.cluster block, or in one that has ended. Create both in "
+                "the block, or move one there through the host: x.cpu().to(...)"
             )
 
 

@@ -152,7 +152,7 @@ def run(
             return info.shape_handler(func, args, kwargs, mode)
         now = observer.recording
 
-    # Read the arguments: the CPU tensors inside, or what decides the shapes of the results.
+    # Read the arguments: the CPU tensors inside, or what determines the shapes of the results.
     inputs: list[VirtualTensor] = []
     mixed = False
     if mode is not None:

@@ -37,7 +37,7 @@ def keeping_views(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         if base is None and not _refuses_changes(self):
             views = [view for view in _views_of(self) if _follows(view, self)]
             if views:
-                method(self.data, *args, **kwargs)  # what it cannot do, it refuses here
+                method(self.data, *args, **kwargs)  # what it can't do, it refuses here
             for view in views:
                 _take_by_strides(view, self, view)
         if base is None or resizes or not _follows(self, base) or _refuses_changes(base):
@@ -125,7 +125,7 @@ def holders_of(grad: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    with warnings.catch_warnings():  # torch warns where the tensor is not a leaf
+    with warnings.catch_warnings():  # torch warns if the tensor isn't a leaf
         warnings.simplefilter("ignore")
         grad: torch.Tensor | None = _grad.__get__(tensor)
     return grad
@@ -143,7 +143,7 @@ def _set_grad(tensor: Any, grad: Any) -> None:
 
 def _refusal(view: torch.Tensor, found: str) -> RuntimeError:
     return RuntimeError(
-        f"a view of size {tuple(view.size())} on {view.device} {found}, and so no tensor that "
+        f"a view of size {tuple(view.size())} on {view.device} {found}, so no tensor that "
         "shares its memory can change its shape in place on a virtual GPU: use the operation that "
         "returns a new view (t() for t_(), and so on)"
     )

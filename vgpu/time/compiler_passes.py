@@ -6,7 +6,8 @@ since compiled code ends there. Then one kernel reads the inputs of the chain an
 Anything else that needs an intermediate result recomputes it from the same inputs, as torch.compile's
 partitioner does between forward and backward pass; an intermediate result that's never needed outside
 its chain is never written. The limit on a chain's length is TorchInductor's
-(torch/_inductor/config.py, ``realize_acc_reads_threshold``).
+(torch/_inductor/config.py, ``realize_acc_reads_threshold``). Operations on complex numbers are part of no
+chain, since it has no code for them (``unsupported_input_tensor`` in torch/_inductor/lowering.py).
 
 Left out: the memory that a compiled program saves; templates that fuse into matrix products; CUDA
 graphs; kernels that are faster or slower than the ones they replace.
@@ -29,18 +30,20 @@ products.
 The cost of a piece's product is CostModel's for that number of rows. Copy engines send the pieces, at
 the rate of the group's ring, and occupy no multiprocessors.
 
-Compared with what torch's pass makes of a block of vgpu.plan.transformer, compiled for eight ranks with
-either kind of checkpoint (torch 2.15): it finds the same pairs, leaves the reduce-scatters of inputs'
-gradients, whose products are added first, and copies what it gathered for the gradients of weights,
-as here. Beyond that it copies a product's result that is kept for the backward pass (0.4 ms of 75 a
-block of 8B on eight H100s), and a gradient's piece before it is gathered (0.1 ms).
+torch's own pass was compared on a block of vgpu.plan.transformer, compiled for eight ranks with
+either kind of recomputation (torch 2.15). As here, it finds the same pairs, leaves alone the
+reduce-scatters of inputs' gradients, whose products are added first, and copies what it gathered
+for the gradients of weights. In addition, it copies a product's result that's kept for the backward
+pass (0.4 of 75 ms per block of 8B on eight H100s), and a gradient's piece before it's gathered (0.1
+ms).
 
-Left out: those two; barriers other than that all ranks of a group send a piece at once (15 in a
-product and its reduce-scatter); what a copy takes of the memory's bandwidth from a product beside it;
-clocks that fall with a limit of power while a GPU does both; two kernels of pieces side by side, which
-fill the end of each other's last wave; a right factor that is computed between a gather and its
-product, which keeps the two apart here; that torchtitan compiles blocks only, not the last product;
-and memory: neither the buffers nor what a copy that falls away would take.
+Left out: those two copies; barriers, except that all ranks of a group send a piece at the same time
+(there are 15 in a product and its reduce-scatter); the memory bandwidth that a copy takes from a
+concurrent product; clocks that a power limit lowers while a GPU does both; two pieces' kernels side
+by side, which fill the end of each other's last wave; a right factor that's computed between a
+gather and its product, which keeps this pass from pairing them; that torchtitan compiles only
+blocks, not the last product; and memory, for the buffers as well as for the copies that are
+eliminated.
 """
 
 from collections.abc import Iterable, Sequence
@@ -70,7 +73,7 @@ from vgpu.time.steps import (
 
 
 class _Pass:
-    """Replaces steps of a program by others, and renumbers its events."""
+    """Replaces steps of a program with others, and renumbers its events."""
 
     def __init__(self) -> None:
         self.number_of: list[int] = []

@@ -1,15 +1,16 @@
-"""Seconds for an operation, a copy and a collective, from datasheet figures.
+"""How many seconds an operation, a copy or a collective takes, from datasheet figures.
 
-An operation lasts as the roofline says (Williams, Waterman and Patterson, 2009): the longer of
-FLOPs over FLOP/s and bytes over bytes/s, plus a fixed time to start. A matrix product takes longer
-where its tiles do not fill the GPU, and to write its result (hardware.py). FLOPs are counted by
-torch's own ``torch.utils.flop_counter``, bytes are those of the tensors. No program reaches a
-datasheet's peak, so arithmetic, memory and links each have a share of theirs: see ``CostModel``.
+An operation follows the roofline model (Williams, Waterman and Patterson, 2009): it takes the
+longer of FLOPs over FLOP/s and bytes over bytes/s, plus a fixed time to start. A matrix product
+takes longer if its tiles don't fill the GPU, and must also write its result (hardware.py). FLOPs
+are counted by torch's own ``torch.utils.flop_counter``; bytes are those of the tensors. No program
+reaches a datasheet's peak, so arithmetic, memory and links each reach only a share of theirs: see
+``CostModel``.
 
-Left out: caches, the algorithm that a library picks, a GPU that a small convolution or elementwise
-operation cannot fill, operations that read their input twice (batch norm), float64 (counted as
-float32), clocks that fall with heat or power, the memory bandwidth that NCCL's kernels take from those
-beside them, and neighbours on the same switch.
+Left out: caches, the algorithm that a library picks, convolutions and elementwise operations that
+are too small to fill a GPU, operations that read their input twice (batch norm), float64 (counted
+as float32), clocks that throttle with heat or power, the memory bandwidth that NCCL's kernels take
+from concurrent ones, and neighbors on the same switch.
 """
 
 import functools
@@ -40,21 +41,19 @@ from vgpu.hardware import (
 from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments, tensors_in
 from vgpu.time.attention import KERNELS, Attention, attention_flop_per_s
 
-# What an operation computes with: the float32 units; tensor cores, in two formats of 16 bits and in
-# those of 8; and float32 that goes to tensor cores if torch allows TF32 for it, which may change at
-# any time.
+# What an operation computes with: the float32 units; tensor cores, in the two 16-bit formats or the
+# 8-bit ones; or, for float32, tensor cores if torch allows TF32, which may change at any time.
 FLOAT32, FLOAT16, BFLOAT16, FLOAT8 = "float32", "float16", "bfloat16", "float8"
 PRODUCT, CONVOLUTION = "product", "convolution"
-TF32 = "tf32"  # one that is sure to go there, if the GPU has it
+TF32 = "tf32"  # certain to use TF32, if the GPU has it
 _TF32_SWITCH = {PRODUCT: "matmul", CONVOLUTION: "conv"}  # in torch.backends.cuda and .cudnn
 _float32_precision = torch._C._get_fp32_precision_getter
 
 
 def check_seconds(name: str, value: object) -> None:
-    """ValueError for what is not a finite number of at least 0.
+    """Raise ValueError for anything but a finite number of at least 0.
 
-    A time that is not a number would make a simulator wait for ever, and one below zero a step end
-    before it begins.
+    A NaN would make a simulator wait forever, and a negative time would end a step before it starts.
     """
     _check(name, value, "seconds, finite and not negative", lambda time_s: 0 <= time_s < math.inf)
 
@@ -70,15 +69,16 @@ class Workload(NamedTuple):
     flop: int
     size_bytes: int  # read and written
     arithmetic: str = FLOAT32
-    product: Product | None = None  # its sizes, where it is a matrix product
-    attention: Attention | None = None  # where it is fused attention
+    product: Product | None = None  # its sizes, for a matrix product
+    attention: Attention | None = None  # for fused attention
 
     @property
     def allows_tf32(self) -> bool:
-        """Whether torch's present settings let TF32 do it, on a GPU that has it.
+        """Whether torch's current settings allow TF32 for it, on a GPU that has it.
 
-        By default they do for convolutions (``torch.backends.cudnn.allow_tf32``) and not for matrix
-        products (``torch.backends.cuda.matmul.allow_tf32``, ``set_float32_matmul_precision``).
+        By default they do for convolutions (``torch.backends.cudnn.allow_tf32``), but not for
+        matrix products (``torch.backends.cuda.matmul.allow_tf32``,
+        ``set_float32_matmul_precision``).
         """
         if self.arithmetic == TF32:
             return True
@@ -86,15 +86,15 @@ class Workload(NamedTuple):
         return switch is not None and _float32_precision("cuda", switch) == "tf32"
 
     def with_current_tf32(self) -> "Workload":
-        """The same by torch's present settings, whatever they are later."""
+        """The same workload, fixed to torch's current settings in case they change later."""
         if self.arithmetic not in _TF32_SWITCH:
             return self
         return self._replace(arithmetic=TF32 if self.allows_tf32 else FLOAT32)
 
     def of_rows(self, parts: int, right_bytes: int) -> "Workload":
-        """What one of so many equal parts of a matrix product's rows does.
+        """The workload of one of ``parts`` equal parts of a matrix product's rows.
 
-        right_bytes: of the right factor, which each part reads.
+        right_bytes: the size of the right factor, which each part reads.
         """
         size_bytes = (self.size_bytes - right_bytes) // parts + right_bytes
         product = self.product and self.product._replace(
@@ -105,50 +105,55 @@ class Workload(NamedTuple):
 
 _SHARES = ("arithmetic_share", "memory_share", "link_share", "network_share", "locked_share")
 _SECONDS = ("python_launch_s", "engine_launch_s", "kernel_s")
-_COUNTS = {"gpus_per_host": 0, "collective_processors": 0, "slowest_of": 1}  # and the least of each
+_COUNTS = {
+    "gpus_per_host": 0,
+    "collective_processors": 0,
+    "slowest_of": 1,
+}  # with the minimum of each
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """How long things take on one model of GPU.
+    """How long things take on one GPU model.
 
-    Four shares say how much of a datasheet's peak is reached. None is measured here. If a lesson
-    fits one to a published time, it says which; the others stay assumed:
+    Four shares say what fraction of a datasheet's peak is reached. None is measured here. If a
+    lesson fits one to a published time, it says so; the others are assumed:
 
-    - ``arithmetic_share``: of the rate that hardware.py derives from the peak and the
-      sizes. The best matrix products reach 0.87 (A100) and 0.80 (H100) of the peak in bfloat16
-      (stas00/ml-engineering), convolutions of a real network less; 0.5 is assumed.
+    - ``arithmetic_share``: of the rate that hardware.py derives from the peak and the sizes. The
+      best bfloat16 matrix products reach 0.87 (A100) and 0.80 (H100) of the peak
+      (stas00/ml-engineering); convolutions in real networks reach less. 0.5 is assumed.
     - ``memory_share``: kernels that only read and write reach 0.7 to 0.9, depending on the GPU
       (BabelStream; Deakin et al., 2018); 0.8 is assumed.
-    - ``link_share``: 0.8 is assumed for every link. p2pBandwidthLatencyTest gives some 0.8 over
-      PCIe and 0.96 over a V100's NVLink (Dell, 2018); NCCL's collectives on eight H100s give 0.56
+    - ``link_share``: 0.8 is assumed for every link. p2pBandwidthLatencyTest reaches about 0.8 over
+      PCIe and 0.96 over a V100's NVLink (Dell, 2018); NCCL's collectives on eight H100s reach 0.56
       to 0.97 (Ultra-Scale Playbook, 2025).
-    - ``network_share``: of the adapters between hosts; 0.8 is assumed as well.
+    - ``network_share``: for the adapters between hosts; 0.8 is assumed, too.
 
-    ``attention`` says whose fused attention kernels run, and those have measured speeds instead of a share
-    (attention.py): PyTorch's ``scaled_dot_product_attention`` has FlashAttention 2.
+    ``attention`` says which fused attention kernels run; they have measured speeds instead of a
+    share (attention.py). PyTorch's ``scaled_dot_product_attention`` uses FlashAttention 2.
 
-    The times of the host are orders of magnitude, not a datasheet's: a call from Python costs
-    PyTorch some 10 µs, a call from the autograd engine, in C++, half of that, a kernel some 2 µs
-    to start and to drain. ``locked_share`` is the part of a Python call under the interpreter's
+    The host's times are orders of magnitude, not from a datasheet: a call from Python costs PyTorch
+    about 10 µs; one from the autograd engine, in C++, half of that; and a kernel takes about 2 µs
+    to start and drain. ``locked_share`` is the part of a Python call that holds the interpreter's
     lock, which PyTorch releases inside each operator: half is assumed. Threads of one process, such
     as DataParallel's, queue for that part only.
 
-    ``collective_processors`` says how many multiprocessors a collective of a process group takes from
-    the kernels that it runs beside. A kernel of NCCL has one for each of its channels to itself
-    (NVIDIA/nccl, issue 689): 24 inside a host of eight H100s, as NCCL_DEBUG=INFO prints, 16 over
-    eight adapters. By default it is 0, and collectives take none; never do they take memory
-    bandwidth here.
+    ``collective_processors`` is the number of multiprocessors that a process group's collective
+    takes from concurrent kernels. An NCCL kernel occupies one for each of its channels
+    (NVIDIA/nccl, issue 689): 24 inside a host of eight H100s, as NCCL_DEBUG=INFO prints, and 16
+    over eight adapters. The default is 0: collectives take none. They never take memory bandwidth
+    in this model.
 
-    ``speed_spread`` says how much the GPUs differ in arithmetic: the standard deviation of their times
-    over the mean. A step waits for the slowest of ``slowest_of`` GPUs, which a cluster sets to its world
-    size. By default all are alike. Products on 392 V100s of one cluster had 0.016, and PageRank, which is
-    limited by memory, 0.001 (Longhorn: medians of each GPU within the whiskers of their box plot, from
-    hal-uw/blox-pal, aggregated_data/sim; Sinha et al., 2022, Not all GPUs are created equal).
+    ``speed_spread`` says how much GPUs differ in arithmetic: the standard deviation of their times,
+    divided by the mean. A step waits for the slowest of ``slowest_of`` GPUs, which a cluster sets
+    to its world size. By default all are alike. On 392 V100s of one cluster, matrix products had
+    0.016, and PageRank, which is memory-bound, 0.001 (Longhorn: each GPU's median, within the
+    whiskers of their box plot, from hal-uw/blox-pal, aggregated_data/sim; Sinha et al., 2022, Not
+    all GPUs are created equal).
     """
 
     spec: GPUSpec
-    link: Link = field(default=None)  # type: ignore[assignment]  # the spec's own, unless given
+    link: Link = field(default=None)  # type: ignore[assignment]  # by default, the spec's own
     arithmetic_share: float = 0.5
     memory_share: float = 0.8
     link_share: float = 0.8
@@ -157,14 +162,14 @@ class CostModel:
     engine_launch_s: float = 5e-6
     kernel_s: float = 2e-6
     locked_share: float = 0.5
-    network: Network | None = None  # between hosts; None where there is one host
+    network: Network | None = None  # between hosts; None for a single host
     gpus_per_host: int = 0  # 0 means all
     collective_processors: int = 0
     speed_spread: float = 0.0
     slowest_of: int = 1
-    attention: str = "flash 2"  # whose kernels: one of vgpu.time.attention.KERNELS
-    fuses: bool = False  # whether elementwise chains go once through memory, as in torch.compile
-    # whether products run beside their own collectives (compiler_passes.py)
+    attention: str = "flash 2"  # which kernels: one of vgpu.time.attention.KERNELS
+    fuses: bool = False  # whether elementwise chains are fused, as in torch.compile
+    # whether matrix products overlap with their own collectives (compiler_passes.py)
     async_tp: bool = False
 
     def __post_init__(self) -> None:
@@ -191,16 +196,16 @@ class CostModel:
             )
         if self.async_tp and not self.fuses:
             raise ValueError(
-                "async_tp is a pass of torch.compile: it needs fuses=True beside it, from the "
+                "async_tp is a pass of torch.compile: it also needs fuses=True, from the "
                 "recording on"
             )
         if self.link is None:
             object.__setattr__(self, "link", self.spec.link)
 
     def changed(self, changes: Mapping[str, Any]) -> "CostModel":
-        """This with other fields, by name: what has presets can be given as the name of one.
+        """A copy with other fields, by name; those that have presets accept a preset's name.
 
-        ``gpu`` is ``spec``, and brings its own link unless one was given.
+        ``gpu`` sets ``spec``, and also ``link`` unless one is given.
         """
         new = dict(changes)
         if "gpu" in new:
@@ -214,7 +219,7 @@ class CostModel:
         return replace(self, **new)
 
     def kernel_time_s(self, work: Workload) -> float:
-        """Seconds of one operation on the GPU, from its first to its last instruction."""
+        """Seconds that one operation takes on the GPU, from its first to its last instruction."""
         spec, peak = self.spec, self._peak_flop_per_s(work)
         flop_per_s = peak * self.arithmetic_share
         if work.attention is not None and peak > spec.fp32_flop_per_s:
@@ -240,8 +245,8 @@ class CostModel:
         if work.arithmetic == FLOAT8:
             if spec.fp8_flop_per_s is None:
                 raise ValueError(
-                    f"{spec.name} cannot multiply float8 tensors: its fp8_flop_per_s is None. Take a "
-                    "GPU whose tensor cores have float8, such as the H100"
+                    f"{spec.name} can't multiply float8 tensors: its fp8_flop_per_s is None. Use a "
+                    "GPU whose tensor cores support float8, such as the H100"
                 )
             return spec.fp8_flop_per_s
         if spec.tf32_flop_per_s is not None and work.allows_tf32:
@@ -250,37 +255,37 @@ class CostModel:
 
     @property
     def slowest(self) -> float:
-        """How many times as long as on the mean GPU arithmetic takes on the slowest."""
+        """How many times longer arithmetic takes on the slowest GPU than on an average one."""
         if not self.speed_spread:
             return 1.0
         return 1 + self.speed_spread * expected_largest(self.slowest_of)
 
     @property
     def lost_beside_collectives(self) -> float:
-        """The share of its speed that a kernel loses while a collective of its GPU is in flight."""
+        """The share of its speed that a kernel loses while its GPU runs a collective."""
         return self.collective_processors / self.spec.multi_processor_count
 
     def launch_s(self, threads: int) -> float:
-        """Seconds between two calls of one thread, of ``threads`` that share an interpreter.
+        """Seconds between two calls of one thread, if ``threads`` of them share an interpreter.
 
-        They take turns for what is under the lock, and do the rest side by side.
+        They take turns holding the lock, and do the rest in parallel.
         """
         return self.python_launch_s * max(1.0, threads * self.locked_share)
 
     def copy_time_s(self, size_bytes: int) -> float:
-        """Seconds of a copy from one GPU to another."""
+        """Seconds for a copy from one GPU to another."""
         return self.collective_time_s("send", size_bytes, 2)
 
     def host_copy_time_s(self, size_bytes: int) -> float:
-        """Seconds of a copy between a GPU and its host."""
+        """Seconds for a copy between a GPU and its host."""
         return self._seconds("send", size_bytes, 2, self.spec.host_link)
 
     def collective_time_s(self, name: str, size_bytes: float, count: int) -> float:
-        """Seconds of a collective of ``collectives/table.py`` among ``count`` GPUs."""
+        """Seconds for a collective from ``collectives/table.py`` among ``count`` GPUs."""
         return self._seconds(name, size_bytes, count, self.link)
 
     def group_time_s(self, name: str, size_bytes: float, ranks: Sequence[int]) -> float:
-        """Seconds of a collective among the GPUs of these ranks, numbered host by host."""
+        """Seconds for a collective among the GPUs of these ranks, which are numbered host by host."""
         hosts = self.hosts_of(ranks)
         if self.network is None or len(hosts) == 1:
             return self.collective_time_s(name, size_bytes, len(ranks))
@@ -297,13 +302,13 @@ class CostModel:
         return collectives.seconds(name, size_bytes, len(ranks), route)
 
     def link_name(self, ranks: Sequence[int]) -> str:
-        """What a collective among these ranks goes over: the slowest part of it."""
+        """The link or network that limits a collective among these ranks: the slowest one it uses."""
         if self.network is None or len(self.hosts_of(ranks)) == 1:
             return self.link.name
         return self.network.name
 
     def hosts_of(self, ranks: Sequence[int]) -> Counter[int]:
-        """How many of these ranks each host has."""
+        """How many of these ranks are on each host."""
         return Counter(rank // self.gpus_per_host if self.gpus_per_host else 0 for rank in ranks)
 
     def _seconds(self, name: str, size_bytes: float, count: int, link: Link) -> float:
@@ -313,10 +318,10 @@ class CostModel:
 
 @functools.cache
 def expected_largest(count: int) -> float:
-    """How many standard deviations above the mean the largest of ``count`` normal numbers lies.
+    """How many standard deviations above the mean the largest of ``count`` normal numbers is.
 
-    On average: of the largest one's distribution, which is theirs to the power of ``count``, the mean
-    of 2,000 quantiles.
+    This is the expected value: the mean of 2,000 quantiles of the maximum's distribution, whose CDF
+    is that of a single number to the power of ``count``.
     """
     largest = ((part + 0.5) / 2000 for part in range(2000))
     normal = statistics.NormalDist()
@@ -326,14 +331,15 @@ def expected_largest(count: int) -> float:
 def fit_share(time_of: Callable[[float], float], measured_s: float) -> float:
     """The share of a peak at which ``time_of(share)`` is ``measured_s``, within 1/10,000.
 
-    Raises ValueError if even the whole peak is too slow, or even a thousandth of it too fast. Where the
-    time jumps over ``measured_s``, as it does when another order of kernels wins, a RuntimeWarning says so.
+    Raises ValueError if even the full peak is too slow, or even a thousandth of it too fast. If the
+    time jumps past ``measured_s``, as it does when the order of kernels changes, a RuntimeWarning
+    says so.
     """
     low, high = 1e-3, 1.0
     if not time_of(high) <= measured_s <= time_of(low):
         raise ValueError(
             f"no share of a datasheet's peak between {low} and {high} gives {measured_s} s: "
-            f"these are {time_of(low):.3g} s and {time_of(high):.3g} s"
+            f"they give {time_of(low):.3g} s and {time_of(high):.3g} s"
         )
     while high / low > 1 + 1e-4:
         middle = math.sqrt(low * high)
@@ -350,7 +356,7 @@ def fit_share(time_of: Callable[[float], float], measured_s: float) -> float:
 
 
 def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Workload:
-    """FLOPs and bytes of one call that has happened: the tensors may have no values."""
+    """FLOPs and bytes of one finished call; its tensors need not have values."""
     packet = _COUNTED_AS.get(func._schema.name, func._overloadpacket)
     count = flop_registry.get(packet)
     flop = int(count(*args, **kwargs, out_val=result)) if count else 0
@@ -358,8 +364,8 @@ def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Workload
         _attention_of(func, args, kwargs) if flop and "_attention" in func._schema.name else None
     )
     if fused is not None and fused.causal:
-        flop //= 2  # the half that the mask hides is skipped; the counter counts it
-    # Each argument is read once, each result is written once; one changed in place is both.
+        flop //= 2  # the masked half is skipped, but the counter counts it
+    # Each argument is read once and each result written once; one changed in place is both.
     touched = [*tensors_in((args, tuple(kwargs.values()))), *tensors_in(result)]
     size_bytes = sum(touched_bytes(tensor) for tensor in touched)
     if not flop:
@@ -368,11 +374,11 @@ def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Workload
     return Workload(flop, size_bytes, arithmetic, _product_of(func, flop, result), fused)
 
 
-# torch's counter does not know these.
+# torch's counter doesn't know these.
 _COUNTED_AS = {
     "aten::addmm_": torch.ops.aten.addmm,
     "aten::baddbmm_": torch.ops.aten.baddbmm,
-    "aten::_scaled_mm_v2": torch.ops.aten.mm,  # of torch.nn.functional.scaled_mm
+    "aten::_scaled_mm_v2": torch.ops.aten.mm,  # called by torch.nn.functional.scaled_mm
 }
 _PRODUCTS = {
     *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
@@ -381,7 +387,7 @@ _PRODUCTS = {
 
 
 def _attention_of(func: Operator, args: Args, kwargs: Kwargs) -> Attention:
-    """Of a fused kernel, forward or backward: keys are (B, heads, S, head width)."""
+    """The sizes of fused attention, forward or backward; keys are (B, heads, S, head width)."""
     named = named_arguments(func, args, kwargs)
     return Attention(
         named["query"].size(-1),
@@ -401,7 +407,7 @@ def _product_of(func: Operator, flop: int, result: torch.Tensor) -> Product | No
 
 
 def _arithmetic_of(func: Operator, touched: list[torch.Tensor]) -> str:
-    """What an operation that the FLOP counter knows computes with: a product or a convolution."""
+    """What a product or convolution, as the FLOP counter knows it, computes with."""
     types = {tensor.dtype for tensor in touched}
     if types & {torch.float8_e4m3fn, torch.float8_e5m2}:
         return FLOAT8
@@ -415,8 +421,8 @@ def _arithmetic_of(func: Operator, touched: list[torch.Tensor]) -> str:
 
 
 def touched_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that reading the tensor once takes; an expanded dimension is read once."""
-    # What is asked of a virtual tensor takes longer, and may be recorded in its turn.
+    """The bytes of reading the tensor once; an expanded dimension is read once."""
+    # Asking the virtual tensor takes longer, and might itself be recorded.
     values = getattr(tensor, "_inner", tensor)
     if values.layout is not torch.strided:
         return values._nnz() * values.element_size() if values.layout is torch.sparse_coo else 0

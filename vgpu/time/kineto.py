@@ -1,11 +1,12 @@
-"""A timeline as the JSON that ``torch.profiler`` exports, which Kineto writes.
+"""A timeline as the JSON that ``torch.profiler`` exports, in Kineto's format.
 
-Sources: Kineto's output_json.cpp, and the "Trace Event Format" of the Chromium project. Tools tell what is what by
-names: a kernel of NCCL begins with ``nccl`` and has ``Kernel`` in it, a launch is
-``cudaLaunchKernel``, a copy ``Memcpy DtoH``. So virtual ones are named alike.
+Sources: Kineto's output_json.cpp, and the "Trace Event Format" of the Chromium project. Tools
+identify rows by name: an NCCL kernel starts with ``nccl`` and contains ``Kernel``, a launch is
+``cudaLaunchKernel``, a copy ``Memcpy DtoH``. So virtual ones have such names, too.
 
-Left out: shapes and stacks, streams' waits for events, and what a kernel takes of a multiprocessor.
-An operator takes as long as the cost model's launch, and comes to the launch itself half way.
+Left out: shapes and stacks, streams' waits for events, and the multiprocessor resources that a
+kernel uses. An operator takes as long as a launch in the cost model, and launches its kernel
+halfway through.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-if TYPE_CHECKING:  # a timeline writes itself with this
+if TYPE_CHECKING:  # timeline.py imports this file
     from vgpu.time.timeline import HostRange, Timeline, TraceEvent
 
 Row = dict[str, Any]
@@ -29,12 +30,12 @@ KINETO_DTYPES = {
     torch.bool: "Bool",
 }
 
-_DEFAULT_STREAM = 7  # CUPTI's number of the default stream
-_FIRST_HOST = 1000  # the process of rank 0; below are GPUs, by their number
-_ENGINE = 100  # the thread of autograd's engine for vgpu:0
-_LAUNCHED_FROM = 0.5  # of an operator's time, when it has come to its launch
+_DEFAULT_STREAM = 7  # CUPTI's number for the default stream
+_FIRST_HOST = 1000  # the process of rank 0; lower numbers are GPUs
+_ENGINE = 100  # the autograd engine's thread for vgpu:0
+_LAUNCHED_FROM = 0.5  # the point in an operator's time at which it launches
 
-# By the name in torch.distributed: the kernel of NCCL, and what ProcessGroupNCCL calls it.
+# By the name in torch.distributed: NCCL's kernel, and ProcessGroupNCCL's name for it.
 _COLLECTIVES = {
     "all_reduce": ("AllReduce", "allreduce"),
     "all_gather": ("AllGather", "_allgather_base"),
@@ -50,7 +51,7 @@ _COLLECTIVES = {
 
 
 def trace_of(timeline: "Timeline", rank: int | None) -> Row:
-    """The whole file: of one rank, or of all that are in the timeline. Times are µs."""
+    """The whole file, for one rank or for all ranks of the timeline. Times are in µs."""
     position = None if rank is None else timeline.ranks.index(rank)
     writer = _Writer(timeline)
     rows = [
@@ -75,13 +76,13 @@ def trace_of(timeline: "Timeline", rank: int | None) -> Row:
 
 
 class _Writer:
-    """The rows of one timeline; each says, for the time being, the position of its rank."""
+    """The rows of one timeline; until the end, each has its rank's position as its process."""
 
     def __init__(self, timeline: "Timeline") -> None:
         self._timeline = timeline
         self._are_joined = len(timeline.ranks) > 1
         self._correlation = 0
-        self._threads: set[tuple[int, int]] = set()  # with the position of their rank
+        self._threads: set[tuple[int, int]] = set()  # with their rank's position
 
     def device_properties(self) -> list[Row]:
         timeline = self._timeline
@@ -99,7 +100,7 @@ class _Writer:
         ]
 
     def rows(self) -> Iterator[Row]:
-        launched: dict[tuple[Any, ...], Row] = {}  # both sides of a copy have one launch
+        launched: dict[tuple[Any, ...], Row] = {}  # both sides of a copy share one launch
         for event in self._timeline.events:
             if event.kind == "wait":
                 yield self._wait(event)
@@ -118,7 +119,7 @@ class _Writer:
     # The host
 
     def _thread(self, position: int, number: int, backward: bool, gpu: int) -> Row:
-        """Where a row of the host stands. gpu: for which a thread of autograd's engine launches."""
+        """The process and thread of a host row. gpu: which engine thread, for a backward pass."""
         thread = _ENGINE + gpu if backward else number
         self._threads.add((position, thread))
         return {
@@ -179,7 +180,7 @@ class _Writer:
         else:
             arguments["FLOP"] = event.flop
         where = {"rank": launch["rank"], "pid": event.device.index, "tid": stream}
-        # A kernel of NCCL begins when its own rank is ready, and waits for the others in it.
+        # An NCCL kernel starts when its own rank is ready, and waits for the others inside.
         start_s = event.start_s if event.ready_s is None else event.ready_s
         yield {**where, **_span(kind, name, start_s, event.end_s), "args": arguments}
         at_us = _whole_ns(start_s)
@@ -231,12 +232,12 @@ def _span(category: str, name: str, start_s: float, end_s: float) -> Row:
 
 
 def _whole_ns(time_s: float) -> float:
-    """µs. Readers count whole ns: if start and duration were rounded apart, spans would overlap."""
+    """µs. Readers use whole ns: if start and duration were rounded separately, spans would overlap."""
     return round(time_s * 1e9) / 1e3
 
 
 def _flow(launch: Row, at_us: float) -> Row:
-    """An arrow from a launch to what it has launched."""
+    """An arrow from a launch to what it launched."""
     where = {"rank": launch["rank"], "pid": launch["pid"], "tid": launch["tid"]}
     number = launch["args"]["correlation"]
     return {**where, "ts": at_us, "cat": "ac2g", "name": "ac2g", "id": number}

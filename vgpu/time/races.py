@@ -153,7 +153,7 @@ class Accesses:
             tensor.block_of(result).made = operation
 
     def _watch(self, block: Block, operation: Enqueued) -> None:
-        """Check a block when it's freed, if another stream than its own has used it."""
+        """Check a block when it's freed, if a stream other than its own has used it."""
         if block.made is not None and block.made.stream is not operation.stream:
             Uses.of(block).accesses = self
 

@@ -204,7 +204,8 @@ class Recording:
             return
         stream, host = operation.stream, operation.host
         work = self._work_of(operation, outputs, result)
-        done = self._launch(info.name, info.fuses, stream, host, inputs, work)
+        fuses = info.fuses and not any(one._inner.is_complex() for one in inputs)
+        done = self._launch(info.name, fuses, stream, host, inputs, work)
         self._accesses.note(done, inputs, written)
         if result is not None and result.alone is not None and not written:
             outputs._block.made = done  # note_allocations, for most shapes

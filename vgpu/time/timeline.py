@@ -131,7 +131,7 @@ class Timeline:
         """Seconds during which ``device`` sent or received data, in a copy or a collective."""
         return covered_s(e for e in self.of(device) if e.kind in ("copy", "collective"))
 
-    def utilisation(self, device: torch.device | str) -> float:
+    def utilization(self, device: torch.device | str) -> float:
         """The fraction of the makespan during which ``device`` computed."""
         return self.busy_s(device) / self.makespan_s if self.makespan_s else 0.0
 
@@ -166,7 +166,7 @@ class Timeline:
         for device in self.devices:
             lines.append(
                 f"  {device}: computes {self.busy_s(device) * 1e3:.3f} ms "
-                f"({self.utilisation(device):.0%}), copies {self.copying_s(device) * 1e3:.3f} ms"
+                f"({self.utilization(device):.0%}), copies {self.copying_s(device) * 1e3:.3f} ms"
             )
         return "\n".join([*lines, *(f"  race: {race}" for race in self.races)])
 

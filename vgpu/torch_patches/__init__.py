@@ -1,1 +1,1 @@
-"""What stands in for torch's own names while virtual GPUs are enabled."""
+"""Replacements for names in torch while virtual GPUs are enabled."""

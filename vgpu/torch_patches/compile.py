@@ -1,14 +1,15 @@
-"""``torch.compile`` on virtual GPUs: what it compiled runs as it is, operator by operator.
+"""``torch.compile`` on virtual GPUs: the original function runs, operator by operator.
 
-TorchInductor has no code for virtual GPUs, and TorchDynamo does not trace through their tensors. So a
-call that computes on virtual GPUs runs the function that was compiled, with the results that it has
-without ``torch.compile``; a recording of virtual time counts it, and its backward, as compiled
-(vgpu/time/compiler_passes.py). ``torch.compiler.is_compiling()`` is False in it. A call that has only
-CPU tensors is compiled as ever.
+TorchInductor can't generate code for virtual GPUs, and TorchDynamo doesn't trace through their
+tensors. So a call that computes on virtual GPUs runs the original function, with the same results
+as without ``torch.compile``; a recording of virtual time counts it, and its backward, as compiled
+(vgpu/time/compiler_passes.py). ``torch.compiler.is_compiling()`` is False in it. A call with only
+CPU tensors is compiled as usual.
 
-Whether a call computes on virtual GPUs is seen in its arguments, in the module or object that it is
-a method of, and in the variables that the function uses: in their tensors, devices, modules,
-optimizers and other objects, a few levels deep. Where no tensor is found at all, it runs as it is.
+Whether a call computes on virtual GPUs is determined from its arguments, from the module or object
+that it's a method of, and from the variables that the function uses: their tensors, devices,
+modules, optimizers and other objects, a few levels deep. If no tensor is found, the original
+function runs.
 """
 
 import functools
@@ -25,7 +26,7 @@ from vgpu.tensor.tensor import VirtualTensor
 from vgpu.time.recording import compiled as counted_as_compiled
 from vgpu.torch_patches.undo import Changes
 
-# Backends that run the operators of a graph one by one, on a GPU as well.
+# Backends that run a graph's operators one by one, on GPUs as well.
 _AS_THEY_ARE = ("eager", "aot_eager")
 
 _has_said = False
@@ -39,7 +40,7 @@ def install(changes: Changes) -> None:
 
 
 def _skip_own_files(module: ModuleType, changes: Changes) -> None:
-    """Dynamo runs what is in this package as it is: it asks for the current stream on its own."""
+    """Make Dynamo run this package's code untraced; Dynamo itself asks for the current stream."""
     module.add("vgpu")
     changes.callback(module.SKIP_DIRS.remove, module.SKIP_DIRS[-1])
 
@@ -48,10 +49,14 @@ def _compile(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         compiled = plain(model, *args, **kwargs)
-        if model is None or compiled is model:  # a decorator to be, which comes back; or disabled
+        if (
+            model is None or compiled is model
+        ):  # returns a decorator, which calls this again; or disabled
             return compiled
         fuses = kwargs.get("backend") not in _AS_THEY_ARE
-        if isinstance(compiled, torch.nn.Module):  # OptimizedModule, which is made again in a copy
+        if isinstance(
+            compiled, torch.nn.Module
+        ):  # OptimizedModule, which is created again in a copy
             module: Any = compiled
             module.dynamo_ctx = _Context(module.dynamo_ctx, fuses)
             module._initialize()
@@ -62,7 +67,7 @@ def _compile(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Context:
-    """What makes a compiled function of a module's ``__call__``."""
+    """Turns a module's ``__call__`` into a compiled function."""
 
     def __init__(self, plain: Callable[..., Any], fuses: bool) -> None:
         self._plain = plain
@@ -75,9 +80,9 @@ class _Context:
 def _by_device(
     compiled: Callable[..., Any], plain: Callable[..., Any], fuses: bool
 ) -> Callable[..., Any]:
-    """A function that calls ``plain`` where that computes on virtual GPUs, else ``compiled``."""
+    """A function that calls ``plain`` if it computes on virtual GPUs, and otherwise ``compiled``."""
 
-    # With the attributes of ``compiled``, by which Dynamo finds the function within another's call.
+    # With the attributes of ``compiled``, by which Dynamo finds the function inside another call.
     @functools.wraps(compiled)
     def by_device(*args: Any, **kwargs: Any) -> Any:
         if not _is_virtual_call(plain, args, kwargs):
@@ -98,8 +103,8 @@ def _say_once(function: Callable[..., Any]) -> None:
         name = getattr(function, "__qualname__", type(function).__name__)
         warnings.warn(
             f"torch.compile on virtual GPUs: {name} runs uncompiled, operator by operator, with the "
-            "same results; a recording of virtual time counts it as compiled. That holds for all "
-            "compiled functions, and is said once",
+            "same results; a recording of virtual time counts it as compiled. This is true for all "
+            "compiled functions, and only shown once",
             stacklevel=3,
         )
 
@@ -119,7 +124,7 @@ def _is_virtual_call(function: Callable[..., Any], args: Any, kwargs: Any) -> bo
 
 
 def _places(value: Any, depth: int, seen: set[int]) -> Iterator[bool]:
-    """For each tensor and device that is found in ``value``: whether it is of a virtual GPU."""
+    """For each tensor and device found in ``value``, whether it's on, or is, a virtual GPU."""
     if isinstance(value, torch.Tensor):
         yield isinstance(value, VirtualTensor) or is_virtual_device(value.device)
     elif isinstance(value, torch.device):
@@ -153,7 +158,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _variables(function: FunctionType) -> Iterator[Any]:
-    """What the variables of a function outside of it hold, and its constants."""
+    """The values of a function's nonlocal and global variables, and its constants."""
     yield from function.__defaults__ or ()
     for cell in function.__closure__ or ():
         if cell != _EMPTY_CELL:

@@ -1,8 +1,8 @@
-"""Names that ``torch.cuda`` has and ``torch.vgpu`` has not, for programs whose ``cuda`` is ``vgpu``.
+"""Names that only ``torch.cuda`` has, added to ``torch.vgpu`` for programs whose ``cuda`` is ``vgpu``.
 
-Many packages import such a name, or name it in an ``isinstance``, and never use it: so a class, a
-function or a module of that name is there, and using it raises NotImplementedError. Programs written
-for virtual GPUs do without: there ``hasattr(torch.vgpu, "CUDAGraph")`` is False.
+Many packages import such a name, or use it in an ``isinstance``, but never call it. So a class,
+function or module of that name exists, and using it raises NotImplementedError. Programs written
+for virtual GPUs don't get these names: there, ``hasattr(torch.vgpu, "CUDAGraph")`` is False.
 """
 
 import functools
@@ -32,14 +32,14 @@ def install(changes: Changes) -> None:
     # Private, but tests of streams call it.
     changes.item(vars(device_module), "_sleep", _refusing(f"{torch.cuda.__name__}._sleep", None))
     changes.wrap(torch.amp.GradScaler, "__init__", _for_virtual_gpus)
-    # torch.testing calls them by these names, so that CUDA tests run on streams of their own.
+    # torch.testing uses these names to run CUDA tests on separate streams.
     if not torch.cuda.is_available():
         changes.set(torch._C, "_cuda_setDevice", device_module.set_device)
         changes.set(torch._C, "_cuda_setStream", _set_stream)
 
 
 class _Generators:
-    """A sequence of each GPU's generator."""
+    """A sequence of the GPUs' generators."""
 
     def __len__(self) -> int:
         return gpus.device_count()
@@ -61,7 +61,7 @@ def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
 def _complete(
     ours: ModuleType, theirs: ModuleType, changes: Changes, around: dict[int, Any] | None = None
 ) -> None:
-    """Give a module of ``torch.vgpu`` the names that only that of ``torch.cuda`` has.
+    """Give a module of ``torch.vgpu`` the names that only its counterpart in ``torch.cuda`` has.
 
     around: what the modules around it have for an object of ``torch.cuda``, by the object's id:
     ``torch.cuda.amp.autocast_mode.autocast`` is ``torch.cuda.amp.autocast``.
@@ -83,7 +83,7 @@ def _complete(
 
 
 def _public(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """Classes, functions and modules of torch's own in a module; no types of tensors."""
+    """torch's own classes, functions and modules in a module, without tensor types."""
     for name, value in list(vars(module).items()):
         if name.startswith("_") or name.endswith("Tensor"):
             continue
@@ -101,7 +101,7 @@ def _vgpu_name(module: ModuleType) -> str:
 def _refusing(name: str, there: Any) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"{name} was used, and virtual GPUs have nothing like it: leave it out of this run"
+            f"{name} was used, but virtual GPUs have nothing like it: leave it out of this run"
         )
 
     if isinstance(there, type):
@@ -111,7 +111,7 @@ def _refusing(name: str, there: Any) -> Any:
 
 
 def _for_virtual_gpus(plain: Any) -> Any:
-    """``torch.amp.GradScaler()`` and its subclasses are for "cuda" by default."""
+    """Change the default device of ``torch.amp.GradScaler`` and its subclasses, which is "cuda"."""
 
     @functools.wraps(plain)
     def __init__(self: Any, device: str = "cuda", *args: Any, **options: Any) -> None:

@@ -1,9 +1,9 @@
 """What ``nn.DataParallel`` needs: its copies between GPUs, its streams and its threads.
 
-``scatter``, ``gather``, ``broadcast_coalesced`` and ``reduce_add`` replace the functions of the same name
-in ``torch.nn.parallel.comm``, which for CUDA are in C++; autograd's ``Scatter``, ``Gather`` and
-``Broadcast`` call them. In a recording of virtual time, a broadcast or reduce costs the same as NCCL's,
-which torch uses on CUDA.
+``scatter``, ``gather``, ``broadcast_coalesced`` and ``reduce_add`` replace the functions of the
+same name in ``torch.nn.parallel.comm``, which are in C++ for CUDA; autograd's ``Scatter``,
+``Gather`` and ``Broadcast`` call them. In a recording of virtual time, a broadcast or reduce costs
+the same as NCCL's, which torch uses on CUDA.
 """
 
 import functools
@@ -113,7 +113,7 @@ def broadcast_coalesced(
 ) -> list[list[torch.Tensor]]:
     """The tensors on every device: copies, except on their own device.
 
-    The copies have no autograd history, as those from C++; autograd's ``Broadcast`` adds it.
+    The copies have no autograd history, like those from C++; autograd's ``Broadcast`` adds it.
     """
     targets = [_device(device) for device in devices]
     tensors = [_handle_complex(tensor) for tensor in tensors]
@@ -144,7 +144,7 @@ def _device(index_or_device: Any) -> torch.device:
 def _as_collective(
     name: str, size_bytes: int, devices: Sequence[torch.device], buffer_bytes: int
 ) -> Iterator[None]:
-    """In a recording, record the copies in the block as one collective of NCCL per buffer.
+    """In a recording, record the copies in the block as one NCCL collective per buffer.
 
     size_bytes: per GPU.
     """

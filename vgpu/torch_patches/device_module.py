@@ -1,7 +1,7 @@
-"""``torch.vgpu``: what ``torch.cuda`` users reach for. This module itself is registered with torch.
+"""``torch.vgpu``, the counterpart of ``torch.cuda``. This module itself is registered with torch.
 
-Where ``device`` is None it means the current device, as in ``torch.cuda``. The modules
-``torch.vgpu.amp``, ``memory``, ``nvtx`` and ``random`` are made at the end.
+A ``device`` of None means the current device, as in ``torch.cuda``. The modules ``torch.vgpu.amp``,
+``memory``, ``nvtx`` and ``random`` are created at the end.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from vgpu.time.streams import Event, Stream, current_stream, default_stream, set
 
 # Devices
 
-# torch.utils.checkpoint saves the state of the generators where it finds this mark.
+# torch.utils.checkpoint saves the generators' states if this is set.
 _initialized = True
 
 OutOfMemoryError = torch.OutOfMemoryError
@@ -40,7 +40,7 @@ def is_initialized() -> bool:
 
 
 def init() -> None:
-    """Nothing to prepare."""
+    """Do nothing: nothing needs to be initialized."""
 
 
 def set_device(device: Any) -> None:
@@ -51,7 +51,7 @@ def set_device(device: Any) -> None:
 
 
 class device:
-    """Makes a device current while the block runs; None or a negative index changes nothing."""
+    """Makes a device current inside the block; None or a negative index changes nothing."""
 
     def __init__(self, device: Any) -> None:
         changes_nothing = device is None or (isinstance(device, int) and device < 0)
@@ -65,7 +65,7 @@ class device:
 
 
 class device_of(device):
-    """Makes a tensor's device current while the block runs; nothing for tensors elsewhere."""
+    """Makes a tensor's device current inside the block; does nothing for tensors elsewhere."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor.device if tensor.device.type == gpus.DEVICE_TYPE else -1)
@@ -77,7 +77,7 @@ def stream(stream: Stream | None) -> Any:
 
 
 def synchronize(device: Any = None) -> None:
-    """Wait for all work on a device; in a recording of virtual time the host waits."""
+    """Wait for all work on a device; in a recording, the host waits in virtual time."""
     gpu, now = meant_by(device), recording.under_way
     if now is not None:
         now.program.synchronize(now.program.streams_of(gpu))
@@ -92,12 +92,12 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """True: the arithmetic is the CPU's, which has bfloat16."""
+    """True, because the CPU does the arithmetic, and it supports bfloat16."""
     return True
 
 
 def can_device_access_peer(device: Any, peer_device: Any) -> bool:
-    """True for two different GPUs: copies go straight from one to the other."""
+    """True for two different GPUs: copies go directly from one to the other."""
     return meant_by(device) is not meant_by(peer_device)
 
 
@@ -145,7 +145,7 @@ def memory_allocated(device: Any = None) -> int:
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    """The most bytes since the start or the last ``reset_peak_memory_stats``."""
+    """The peak of allocated bytes since the start or the last ``reset_peak_memory_stats``."""
     return _memory_of(device).peak_bytes
 
 
@@ -155,7 +155,7 @@ def memory_reserved(device: Any = None) -> int:
 
 
 def max_memory_reserved(device: Any = None) -> int:
-    """The most of them since the start or the last ``reset_peak_memory_stats``."""
+    """The peak of reserved bytes since the start or the last ``reset_peak_memory_stats``."""
     return _memory_of(device).reserved()[1]
 
 
@@ -164,7 +164,7 @@ def reset_peak_memory_stats(device: Any = None) -> None:
 
 
 def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
-    """Let this process allocate no more than this fraction of a GPU's memory; from 0 to 1."""
+    """Limit this process to a fraction of a GPU's memory, from 0 to 1."""
     if not isinstance(fraction, float):
         raise TypeError("Invalid type for fraction argument, must be `float`")
     if not 0 <= fraction <= 1:
@@ -174,7 +174,7 @@ def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None
 
 
 def get_per_process_memory_fraction(device: Any = None) -> float:
-    """The fraction that this process may allocate; 1 where nothing was set."""
+    """The fraction that this process may allocate; 1 unless it was set."""
     memory = meant_by(device).memory
     if memory.allowed_bytes is None:
         return 1.0
@@ -182,15 +182,15 @@ def get_per_process_memory_fraction(device: Any = None) -> float:
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Bytes that are not reserved, and total bytes."""
+    """Bytes that aren't reserved, and total bytes."""
     memory = _memory_of(device)
     return memory.free_bytes, memory.capacity_bytes
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    """Bytes now and at the peak, ``allocated_bytes.all.peak`` and the like, retries and errors.
+    """Current and peak bytes (``allocated_bytes.all.peak`` and so on), retries and errors.
 
-    What is allocated is all that is active: no block waits here until another stream has got to it.
+    Active bytes are the allocated ones: here, no freed block has to wait for another stream.
     """
     memory = _memory_of(device)
     allocated = memory.allocated_bytes, memory.peak_bytes
@@ -206,13 +206,13 @@ def memory_stats(device: Any = None) -> dict[str, int]:
 
 
 def empty_cache() -> None:
-    """Give back segments that are reserved and in which nothing is allocated, on all GPUs."""
+    """Release reserved segments without allocations, on all GPUs."""
     for index in range(gpus.device_count()):
         gpus.by_index(index).memory.empty_cache()
 
 
 def ipc_collect() -> None:
-    """Nothing to release: memory shared with another process goes with its last reference."""
+    """Do nothing: memory shared with another process is freed with its last reference."""
 
 
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
@@ -229,7 +229,7 @@ def manual_seed(seed: int) -> None:
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seed every device's generator alike; ``torch.manual_seed`` calls it."""
+    """Seed all devices' generators with the same seed; ``torch.manual_seed`` calls it."""
     for index in range(gpus.device_count()):
         default_generator(gpus.by_index(index)).manual_seed(seed)
 
@@ -240,7 +240,7 @@ def seed() -> None:
 
 
 def seed_all() -> None:
-    """Seed every device's generator at random, all alike."""
+    """Seed all devices' generators with the same random seed."""
     manual_seed_all(torch.Generator().seed())
 
 
@@ -270,7 +270,7 @@ def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
 
 
 class _Autocast(torch.amp.autocast):
-    """``torch.autocast("vgpu")``; float16 unless another type is given."""
+    """``torch.autocast("vgpu")``; the default dtype is float16."""
 
     def __init__(
         self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True
@@ -289,13 +289,13 @@ class _GradScaler(torch.amp.GradScaler):
 
 
 def _marker(*args: object, **kwargs: object) -> int:
-    """Nothing; where torch.cuda.nvtx returns a depth or a handle, 0."""
+    """Do nothing; return 0 in place of the depth or handle that torch.cuda.nvtx returns."""
     return 0
 
 
 @contextlib.contextmanager
 def _range(*args: object, **kwargs: object) -> Iterator[None]:
-    """A range around a block, or around a function that it decorates."""
+    """A range around a block or a decorated function."""
     yield
 
 
@@ -303,7 +303,7 @@ def _range(*args: object, **kwargs: object) -> Iterator[None]:
 
 
 def _missing_in(submodule: str) -> Callable[[str], Any]:
-    """``__getattr__`` of ``torch.vgpu``, or of the module of this name in it."""
+    """``__getattr__`` of ``torch.vgpu``, or of the module with this name in it."""
     inside = f".{submodule}" if submodule else ""
     ours, theirs = f"torch.{gpus.DEVICE_TYPE}{inside}", f"torch.cuda{inside}"
 
@@ -311,11 +311,14 @@ def _missing_in(submodule: str) -> Callable[[str], Any]:
         there = getattr(torch.cuda, submodule) if submodule else torch.cuda
         if name.startswith("__") or name not in dir(there):
             raise AttributeError(f"module '{ours}' has no attribute '{name}'")
-        advice = f"leave it out where hasattr({ours}, '{name}') is False"
-        if name.endswith("Tensor"):  # torch.cuda.FloatTensor and its kind, for old programs
-            advice = f"make tensors with dtype= and device=, or torch.set_default_device('{gpus.DEVICE_TYPE}')"
+        advice = f"skip it if hasattr({ours}, '{name}') is False"
+        if name.endswith("Tensor"):  # torch.cuda.FloatTensor and the like, in old programs
+            advice = (
+                "create tensors with dtype= and device=, or "
+                f"torch.set_default_device('{gpus.DEVICE_TYPE}')"
+            )
         raise AttributeError(
-            f"module '{ours}' has no attribute '{name}': {theirs} has one, virtual GPUs have "
+            f"module '{ours}' has no attribute '{name}': {theirs} has it, but virtual GPUs have "
             f"nothing like it; {advice}"
         )
 
@@ -350,7 +353,7 @@ memory = _submodule(
     reset_peak_memory_stats=reset_peak_memory_stats,
     set_per_process_memory_fraction=set_per_process_memory_fraction,
 )
-# The names that PyTorch's page on CUDA's memory has, underscores and all.
+# The names that PyTorch's page about CUDA's memory documents, including the underscores.
 vars(memory).update(
     _record_memory_history=snapshot.record_history,
     _snapshot=snapshot.snapshot,

@@ -1,10 +1,11 @@
-"""The functions of the package ``flash_attn`` on virtual GPUs, where that package is not installed.
+"""The functions of the package ``flash_attn`` on virtual GPUs, if that package isn't installed.
 
-``flash_attn`` needs CUDA to be built. Here its functions call ``scaled_dot_product_attention``, which
-takes the time and the bytes of flash attention. Arguments and layouts are those of flash_attn 2
-(https://github.com/Dao-AILab/flash-attention): heads come after the sequence, and a causal mask is
-aligned to its lower right corner. Left out: ``softcap``, ``alibi_slopes``, ``return_attn_probs``. Of its
-layers, rotary embeddings and normalization are here, by plain operations.
+``flash_attn`` can't be built without CUDA. Here, its functions call
+``scaled_dot_product_attention``, which takes the time and bytes of flash attention. Arguments and
+layouts are those of flash_attn 2 (https://github.com/Dao-AILab/flash-attention): heads come after
+the sequence, and a causal mask is aligned to the lower right corner. Left out: ``softcap``,
+``alibi_slopes``, ``return_attn_probs``. Of its layers, rotary embeddings and normalization are
+included, as plain operations.
 """
 
 import importlib.util
@@ -31,7 +32,7 @@ _MODULES = (
 
 
 def stand_in() -> None:
-    """Let ``import flash_attn`` give this module, unless the package itself is installed."""
+    """Make ``import flash_attn`` return this module, unless the package itself is installed."""
     if importlib.util.find_spec("flash_attn") is None:
         for name in _MODULES:
             sys.modules[name] = sys.modules[__name__]
@@ -47,10 +48,10 @@ def flash_attn_func(
     window_size: tuple[int, int] = (-1, -1),
     **left_out: Any,
 ) -> torch.Tensor:
-    """Attention of (batch, sequence, heads, width); k and v may have fewer heads than q.
+    """Attention on (batch, sequence, heads, width); k and v may have fewer heads than q.
 
-    RuntimeError for other types than float16 and bfloat16, as from flash_attn; NotImplementedError
-    for what is left out.
+    Raises RuntimeError for dtypes other than float16 and bfloat16, as flash_attn does, and
+    NotImplementedError for what's left out.
     """
     _refuse(left_out)
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -74,7 +75,7 @@ def flash_attn_func(
 
 
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """``flash_attn_func`` of one tensor (batch, sequence, 3, heads, width)."""
+    """``flash_attn_func`` for one tensor (batch, sequence, 3, heads, width)."""
     q, k, v = qkv.unbind(2)
     return flash_attn_func(q, k, v, *args, **kwargs)
 
@@ -82,7 +83,7 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> t
 def flash_attn_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """``flash_attn_func`` of queries, and one tensor (batch, sequence, 2, heads, width)."""
+    """``flash_attn_func`` for queries, and one tensor (batch, sequence, 2, heads, width)."""
     k, v = kv.unbind(2)
     return flash_attn_func(q, k, v, *args, **kwargs)
 
@@ -98,11 +99,11 @@ def flash_attn_varlen_func(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """``flash_attn_func`` of sequences one behind the other: (tokens, heads, width).
+    """``flash_attn_func`` for concatenated sequences: (tokens, heads, width).
 
-    cu_seqlens_q, cu_seqlens_k: where each begins, and the last one ends.
+    cu_seqlens_q, cu_seqlens_k: where each sequence starts, and where the last one ends.
     """
-    with recording.paused():  # the kernel itself reads them
+    with recording.paused():  # the kernel itself reads the lengths
         bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     lengths_q, lengths_k = (
         [end - begin for begin, end in itertools.pairwise(bounds)]
@@ -126,8 +127,8 @@ def apply_rotary_emb(
 ) -> torch.Tensor:
     """Rotate the first 2 * n of each head's numbers in (batch, sequence, heads, width), in float32.
 
-    cos, sin: (sequence or longer, n). Number i turns with i + n, or with i + 1 if interleaved.
-    NotImplementedError for flash_attn's other arguments.
+    cos, sin: (sequence or longer, n). Number i is paired with i + n, or with i + 1 if interleaved.
+    Raises NotImplementedError for flash_attn's other arguments.
     """
     _refuse(left_out)
     turns = 2 * cos.size(-1)
@@ -152,9 +153,9 @@ def layer_norm_fn(
     is_rms_norm: bool = False,
     **left_out: Any,
 ) -> Any:
-    """Normalize the last dimension of dropout(x) + residual, in float32; prenorm returns the sum too.
+    """Normalize the last dimension of dropout(x) + residual, in float32; prenorm also returns the sum.
 
-    NotImplementedError for flash_attn's other arguments, and for a bias where is_rms_norm.
+    Raises NotImplementedError for flash_attn's other arguments, and for a bias with is_rms_norm.
     """
     _refuse(left_out | ({"bias": "a tensor"} if is_rms_norm and bias is not None else {}))
     total = F.dropout(x, dropout_p).float()
@@ -173,12 +174,12 @@ def layer_norm_fn(
 def _mask(
     queries: int, keys: int, causal: bool, window: tuple[int, int], device: torch.device
 ) -> torch.Tensor | None:
-    """True where a query sees a key; None where each sees all."""
+    """True where a query attends to a key; None if every query attends to all keys."""
     left, right = window[0], 0 if causal else window[1]
     if left < 0 and right < 0:
         return None
     ahead = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
-    ahead = ahead - (keys - queries)  # the last query is at the last key
+    ahead = ahead - (keys - queries)  # the last query is aligned with the last key
     sees = torch.ones_like(ahead, dtype=torch.bool)
     if left >= 0:
         sees = sees & (ahead >= -left)
@@ -192,5 +193,5 @@ def _refuse(left_out: dict[str, Any]) -> None:
         if name != "deterministic" and value:
             raise NotImplementedError(
                 f"flash_attn with {name}={value!r} is not supported on virtual GPUs: leave it out, "
-                "or compute the same by plain operations"
+                "or compute the same with plain operations"
             )

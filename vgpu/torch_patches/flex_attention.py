@@ -1,10 +1,10 @@
-"""``flex_attention`` on a virtual GPU, by the formula that PyTorch itself computes it by on request.
+"""``flex_attention`` on a virtual GPU, with PyTorch's own eager formula.
 
-PyTorch has a kernel for CUDA, and a formula of plain operators that keeps the whole matrix of scores
-(``math_attention`` in torch/_higher_order_ops/flex_attention.py). Autograd goes through the formula, so
-that tensors which ``score_mod`` uses get gradients, too. As in the kernel, the backward pass computes the
-scores again, and only the inputs and what comes out are kept for it. Left out: while the formula runs,
-the scores count as allocated, which the kernel never has as a whole.
+PyTorch has a kernel for CUDA, and a formula of plain operators that keeps the whole matrix of
+scores (``math_attention`` in torch/_higher_order_ops/flex_attention.py). Autograd goes through the
+formula, so tensors that ``score_mod`` uses get gradients, too. As in the kernel, the backward pass
+recomputes the scores, and only the inputs and outputs are kept for it. One difference remains:
+while the formula runs, all scores count as allocated, whereas the kernel never holds them all.
 """
 
 import functools
@@ -31,12 +31,12 @@ def install(changes: Changes) -> None:
 def _replace(module: ModuleType, changes: Changes) -> None:
     changes.wrap(module, "_validate_device", _on_virtual_too)
     changes.wrap(module, "_warn_once", _but_in_compiled_calls)
-    # Where Dynamo does not look: it knows the operator by itself.
+    # Dynamo doesn't look here: it handles the operator itself.
     changes.wrap(type(module.flex_attention_hop), "__call__", _by_formula)
 
 
 def _on_virtual_too(plain: Callable[..., None]) -> Callable[..., None]:
-    """The check of the device's type, whose list of types is short."""
+    """Wrap the check of the device type, whose list doesn't include virtual GPUs."""
 
     @functools.wraps(plain)
     def _validate_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -47,7 +47,7 @@ def _on_virtual_too(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def _but_in_compiled_calls(plain: Callable[..., None]) -> Callable[..., None]:
-    """What warns of a call without ``torch.compile``."""
+    """Wrap the warning about calls without ``torch.compile``."""
 
     @functools.wraps(plain)
     def _warn_once(warning_id: str, *args: Any, **kwargs: Any) -> None:
@@ -79,7 +79,7 @@ def _order(strides: tuple[int, ...]) -> list[int]:
 
 
 def _by_formula(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of the operator behind ``flex_attention``: output, logsumexp and maxima."""
+    """Compute the operator behind ``flex_attention``: output, logsumexp and maxima."""
     from torch._higher_order_ops.flex_attention import _permute_strides, math_attention
 
     @functools.wraps(plain)

@@ -22,13 +22,11 @@ def largest_share(answer: Callable[[int, int], int]) -> dict[str, Any]:
     uneven = (even * 8 + random.randint(1, 7), 8)
     drawn = [(random.randint(1, 100), random.randint(1, 8)) for _ in range(20)]
     for batch_size, gpu_count in [uneven, *drawn]:
-        hint = (
-            "Nothing may be left over: a share is rounded up when the batch does not divide evenly."
-        )
+        hint = "Nothing may be left over: a share is rounded up if the batch doesn't divide evenly."
         _expect_share(answer, batch_size, gpu_count, hint)
     yours = answer(even * 8, 8)
     if not isinstance(yours, int):
-        hint = "The number is right; make it a whole number (an int), as images are."
+        hint = "The number is right; make it a whole number (an int), since it counts images."
         raise Wrong(yours=yours, expected=even, given=f"a batch of {even * 8} on 8 GPUs", hint=hint)
     return {
         "your largest share": f"{answer(100, 8)} of 100 images on 8 GPUs",

@@ -22,7 +22,7 @@ Sample = namedtuple("Sample", "image label")
 
 
 class Clip:
-    """What is no tensor, and has a ``to`` all the same."""
+    """Not a tensor, although it has a ``to``."""
 
     def to(self, _: Any) -> "Clip":
         return Clip()
@@ -46,15 +46,15 @@ def check_to_device(to_device: Callable[[Any, torch.device], Any]) -> dict[str, 
             if _shape_of(batch) != untouched:
                 raise Wrong(
                     yours="the batch that was passed in has changed",
-                    expected="the batch as it was, and a new one beside it",
-                    hint="Build new containers; do not write into the old ones.",
+                    expected="the batch as it was, and a new one",
+                    hint="Build new containers; don't write into the old ones.",
                 )
             _compare(moved, batch, far, "batch")
             if calls.copies != crossing:
                 raise Wrong(
                     yours=f"{calls.copies} copies",
                     expected=f"{crossing} copies",
-                    hint="Each tensor that has to move takes one copy: .to(device) alone makes it.",
+                    hint="Each tensor that has to move needs one copy, which .to(device) makes.",
                 )
         copied, asked = copied + calls.copies, asked + crossing
     return {
@@ -71,7 +71,7 @@ _CONTAINERS = (
 
 
 def _batches(near: torch.device, far: torch.device) -> Iterator[Any]:
-    """Batches from simple to odd, with fresh values; some tensors are on ``far`` already."""
+    """Batches from simple to odd, with fresh values; some tensors are already on ``far``."""
 
     def tensor(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
         shape = (random.randint(2, 5), random.randint(2, 5))
@@ -136,10 +136,10 @@ def _compare_tensor(yours: Any, given: torch.Tensor, device: torch.device, place
     if given.device == device and yours is not given:
         raise Wrong(
             yours=f"{place}: a copy",
-            expected=f"{place}: the very same tensor, which is on {device} already",
-            hint="For a tensor that is there already, .to(device) returns the tensor itself.",
+            expected=f"{place}: the same tensor, which is already on {device}",
+            hint="For a tensor that's already there, .to(device) returns the tensor itself.",
         )
-    hint = f"The numbers of {place} have changed on the way; move them, and nothing else."
+    hint = f"The values of {place} have changed on the way; move them, and nothing else."
     expect_close(yours.cpu(), given.cpu(), hint=hint, rtol=0, atol=0)
 
 
@@ -158,7 +158,7 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def _shape_of(batch: Any) -> Any:
-    """The identity of everything in a batch, to see whether someone wrote into it."""
+    """The identity of everything in a batch, to detect whether it was modified."""
     if isinstance(batch, (list, tuple)):
         return [id(batch), *map(_shape_of, batch)]
     if isinstance(batch, dict):
@@ -167,7 +167,7 @@ def _shape_of(batch: Any) -> Any:
 
 
 def _sketch(batch: Any) -> str:
-    """A batch in one short line, tensors by their device alone."""
+    """A batch in one short line; of tensors, it shows only the device."""
     if isinstance(batch, torch.Tensor):
         return f"<{batch.device}>"
     if isinstance(batch, dict):
@@ -198,7 +198,7 @@ def check_repaired(answer: Any) -> dict[str, Any]:
             loss = run(model, images, labels, device)
             _expect_model_on(model, device)
             where = f"{given}; where the linear layer computed, call by call"
-            hint = "The model runs once, on the device that was asked for."
+            hint = "The model runs once, on the requested device."
             expect_equal(seen, [device], given=where, hint=hint)
             if not isinstance(loss, (np.ndarray, np.floating)):
                 raise Wrong(
@@ -242,10 +242,10 @@ def _expect_model_on(model: nn.Module, device: torch.device) -> None:
             yours=f"mean is {kind}",
             expected="mean is a buffer of the model",
             hint="self.register_buffer('mean', tensor): module.to() moves parameters and buffers, "
-            "and no optimizer will train a buffer.",
+            "and no optimizer trains a buffer.",
         )
     places = {name: str(t.device) for name, t in {**parameters, **buffers}.items()}
-    hint = "The whole model stays on the device: move it, not the pieces."
+    hint = "The whole model stays on the device: move it, not its pieces."
     expect_equal(places, dict.fromkeys(places, str(device)), hint=hint)
 
 
@@ -275,9 +275,11 @@ def _settings() -> Iterator[tuple[str | None, int, str]]:
     def spelled(numbers: list[int]) -> str:
         return ",".join(map(str, numbers))
 
-    hint = "The ordinal is a place in the list, counted from 0; past its end there is no GPU: None."
+    hint = (
+        "The ordinal is a position in the list, counted from 0; past its end there's no GPU: None."
+    )
     yield spelled(order), cards, hint
-    yield None, cards, "None stands for a variable that is not set: every card, in order."
+    yield None, cards, "None stands for a variable that isn't set: every card, in order."
     yield "", cards, "A variable that is set, but empty, hides every card."
 
 

@@ -20,7 +20,7 @@ Batches = list[tuple[torch.Tensor, torch.Tensor]]
 def loss_today(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
     size, classes, batch = (int(torch.randint(3, 9, ())) for _ in range(3))
     weight = torch.randn(size, classes, dtype=torch.float64) * 0.3
-    weight[:, 0] /= 100  # class 0 is weak in every image, so that something is always cut
+    weight[:, 0] /= 100  # class 0 is weak in every image, so that something is always clipped
     weight.requires_grad_()
     images = torch.rand(batch + 4, size, dtype=torch.float64) * 5
     images[0, 0] = -6  # the largest is below 0
@@ -28,6 +28,7 @@ def loss_today(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
     given = f"weight {tuple(weight.shape)}, images {tuple(images.shape)}, all random"
     right, right_gradient = _value_and_gradient(_right_loss, weight, images, labels)
     _, hidden_gradient = _value_and_gradient(_silent_loss, weight, images, labels)
+    _, copied_gradient = _value_and_gradient(_copied_loss, weight, images, labels)
 
     before = weight.detach().clone(), images.clone()
     with for_input(given):
@@ -36,16 +37,18 @@ def loss_today(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
             raise Wrong(yours=loss, expected="a 0-dim tensor", hint="Return the loss itself.")
         for yours, expected in zip((weight.detach(), images), before, strict=True):
             expect_equal(yours, expected, hint=_EDITED)
-        hint = "The value must stay what loss_2017 gives, for images below 0 as well. Only its "
+        hint = "The value must stay what loss_2017 returns, for images below 0 as well. Only its "
         expect_close(loss.detach(), right, hint=hint + "gradient was wrong.")
         gradient = _gradient_of(loss, weight)
         hint = "The gradient of weight is wrong."
         if torch.allclose(gradient, hidden_gradient):
             hint = "This is still the gradient of loss_2017: one edit is hidden from autograd."
+        elif torch.allclose(gradient, copied_gradient):
+            hint += " A replaced value must pass none to it, but the edit is hidden from autograd."
         expect_close(gradient, right_gradient, hint=hint)
     before_off, off = ((g - right_gradient).abs().max() for g in (hidden_gradient, gradient))
     return {
-        "your gradient": f"at most {off:.1g} from the right one",
+        "your gradient": f"at most {off:.1g} from the correct one",
         "loss_2017's": f"at most {before_off:.1g} from it",
     }
 
@@ -65,7 +68,7 @@ def _gradient_of(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     try:
         return torch.autograd.grad(loss, weight)[0]
     except RuntimeError as error:
-        hint = "backward() does not reach weight."
+        hint = "backward() doesn't reach weight."
         if "inplace operation" in str(error):
             hint = (
                 "Now autograd sees the edit, but tanh needs the values that were overwritten. "
@@ -81,6 +84,12 @@ def _gradient_of(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _silent_loss(weight: torch.Tensor, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     hidden = torch.tanh(images / images.abs().max() @ weight)
     hidden.data[hidden.data.abs() < 0.1] = 0
+    return F.cross_entropy(hidden, labels)
+
+
+def _copied_loss(weight: torch.Tensor, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    hidden = torch.tanh(images / images.abs().max() @ weight).clone()
+    hidden.data[hidden.data.abs() < 0.1] = 0  # of the copy: tanh keeps its own result
     return F.cross_entropy(hidden, labels)
 
 
@@ -114,7 +123,7 @@ def running_mean(answer: Callable[[], Any]) -> dict[str, Any]:
 
 
 def _feed(answer: Callable[[], Any], weight: torch.Tensor, counts: list[int]) -> int:
-    """Update a meter with losses, and a second one beside it; the bytes that are kept."""
+    """Update a meter with losses, and a second one in turn; returns the bytes that are kept."""
     meter, other = answer(), answer()
     total = 0.0
     with SavedTensors(ignore=[weight]) as saved:
@@ -151,9 +160,9 @@ def _expect_untouched(loss: torch.Tensor, value: float, weight: torch.Tensor) ->
 def _expect_mean(yours: Any, expected: float, counts: list[int]) -> None:
     given = f"batches of {', '.join(map(str, counts))} samples"
     if type(yours) is not float:
-        hint = "mean() gives a Python number, not a tensor: .item() makes one."
+        hint = "mean() returns a Python number, not a tensor: .item() makes one."
         raise Wrong(yours=yours, expected=expected, given=given, hint=hint)
-    hint = "Weigh each batch's mean by its count, and divide by all counts so far."
+    hint = "Weight each batch's mean by its count, and divide by the sum of all counts so far."
     expect_close(yours, expected, given=given, rtol=1e-4, atol=1e-6, hint=hint)
 
 
@@ -182,7 +191,7 @@ def head_loss(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
             )
         loss.backward()
         expect_close(head.weight.grad, right, hint="The gradient of the head's weight is wrong.")
-    return {"your graph": "the head's alone", "graphs in the backbone": "0, the budget"}
+    return {"your graph": "only the head's", "graphs in the backbone": "0, the budget"}
 
 
 def _with_recording_restored(answer: Callable[..., Any], *given: Any) -> Any:
@@ -192,7 +201,8 @@ def _with_recording_restored(answer: Callable[..., Any], *given: Any) -> Any:
             raise Wrong(
                 yours="recording is still off after the call",
                 expected="recording is on again",
-                hint="set_grad_enabled(False) as a function stays. Use it, or no_grad, with `with`.",
+                hint="set_grad_enabled(False), called as a function, stays in effect. Use it, or "
+                "no_grad, in a `with`.",
             )
     finally:
         torch.set_grad_enabled(True)

@@ -1,4 +1,4 @@
-"""Checks of lesson 03: an honest evaluation, a resume within an epoch, a loop that seldom asks."""
+"""Checks of lesson 03: an honest evaluation, resuming within an epoch, a loop that rarely reads values."""
 
 import copy
 import inspect
@@ -19,7 +19,7 @@ from helpers.checks.watchers import CLASSES, FEATURES, Augmented, ReadBacks, Tra
 
 
 def _items(short: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Random inputs, labels and a batch size; ``short`` makes the last batch a short one."""
+    """Random inputs, labels and a batch size; with ``short``, the last batch is shorter."""
     batch_size = random.randint(5, 9)
     count = batch_size * random.randint(4, 6) + (random.randint(1, 2) if short else 0)
     return torch.randn(count, FEATURES), torch.randint(CLASSES, (count,)), batch_size
@@ -39,12 +39,12 @@ def _float_or_wrong(value: Any, name: str) -> float:
 
 @exercise("3.1", "An evaluation with three faults")
 def check_evaluate(evaluate: Callable) -> dict[str, Any]:
-    # The last batch may be full or short, the model on the CPU or on a GPU, in either mode.
+    # The last batch may be full or short, and the model on the CPU or a GPU, in either mode.
     for device in (torch.device("cpu"), devices.lab(1)[0]):
         for training, short in ((True, False), (False, True), (True, True)):
             loss, share = _check_one_evaluation(evaluate, device, training, short)
     return {
-        "your numbers": f"loss {loss:.4f}, {share:.1%} right, as one pass over all images gives",
+        "your numbers": f"loss {loss:.4f}, {share:.1%} right, as in one pass over all images",
         "tried on": f"cpu and {device}, a full and a short last batch, both modes",
     }
 
@@ -92,7 +92,7 @@ def _check_answer(answer: Any, model: Watched, expected: tuple[float, float]) ->
         raise Wrong(
             yours="a graph was recorded for backward",
             expected="no graph",
-            hint="Nobody calls backward here: torch.no_grad() saves the activations' memory.",
+            hint="Nothing calls backward here: torch.no_grad() saves the activations' memory.",
         )
     if any(not parameter.requires_grad for parameter in model.parameters()):
         raise Wrong(
@@ -106,10 +106,10 @@ def _check_answer(answer: Any, model: Watched, expected: tuple[float, float]) ->
     )
     hint = (
         "Each image counts once. A mean of batch means gives the images of a short last batch too "
-        "much weight: sum over images, divide once by their number."
+        "much weight: sum over images, then divide once by their number."
     )
     if math.isclose(loss, expected[1], rel_tol=1e-5) and not math.isclose(loss, share):
-        hint = "The share comes first here: return the mean loss, then the share."
+        hint = "The share is first here: return the mean loss, then the share."
     expect_close(loss, expected[0], hint=f"The loss. {hint}", rtol=1e-4, atol=1e-5)
     expect_close(share, expected[1], hint=f"The share. {hint}", rtol=1e-5, atol=1e-6)
 
@@ -135,10 +135,10 @@ def check_train_epoch_quietly(train_epoch: Callable) -> dict[str, Any]:
                     yours=f"{asked.count} values read back",
                     expected="1 value read back",
                     hint=".item(), float(), .cpu() and .tolist() each make the host wait. Sum on "
-                    "the device, ask after the loop.",
+                    "the device, and read the value after the loop.",
                 )
             hint = (
-                "Each image counts once: weigh a batch's mean loss by len(labels), and divide the "
+                "Each image counts once: weight a batch's mean loss by len(labels), and divide the "
                 "sum by the number of images."
             )
             loss = _float_or_wrong(answer, "the mean loss")
@@ -146,7 +146,7 @@ def check_train_epoch_quietly(train_epoch: Callable) -> dict[str, Any]:
     return {
         "your read-backs": f"{asked.count} in an epoch of {len(loader)} batches",
         "budget": "1",
-        "the loop above": f"{len(loader)}, one a step",
+        "the loop above": f"{len(loader)}, one per step",
     }
 
 
@@ -172,14 +172,14 @@ def _check_quiet(model: Watched, plain: Watched, given: str) -> None:
             expected=f"all {len(plain.modes)} batches in train mode",
             hint="model.train() comes first.",
         )
-    # While a step runs forward, the step before may still be held by the name `loss`.
+    # During a step's forward, the variable `loss` may still hold the previous step.
     if max(model.live_graphs) > 1:
         raise Wrong(
             yours=f"{max(model.live_graphs)} graphs of earlier steps alive at once",
             expected="at most 1",
-            hint="What you add up still holds its graph: loss.detach() holds the number alone.",
+            hint="What you add up still holds its graph: loss.detach() holds only the number.",
         )
-    hint = "The weights must come out as before: zero_grad, backward and step for each batch."
+    hint = "The weights must be the same as before: zero_grad, backward and step for each batch."
     mine = model.state_dict()
     for name, value in plain.state_dict().items():
         expect_close(mine[name], value, given=f"{name} after the epoch; {given}", hint=hint)
@@ -260,21 +260,21 @@ def _compare_epoch(part: Trainer, whole: Trainer, done: int, ends: int, given: s
         epoch = {item for batch in part.items for item in batch}
         left = {item for batch in expected for item in batch}
         if len(part.items) != len(expected):
-            hint = "Skip exactly the batches that are done: no more, no fewer."
+            hint = "Skip exactly the batches that are already done, no more and no fewer."
         elif epoch != left:
             hint = (
-                "Another shuffle: some items come twice in the epoch, others never. Put "
+                "A different shuffle: some items come twice in the epoch, others never. Set "
                 "loader.generator back to `order` before you iterate."
             )
         else:
             hint = (
-                "Another shuffle, of the right items. Put loader.generator back to `order` before "
+                "The right items in a different order. Set loader.generator back to `order` before "
                 "you iterate."
             )
         given = f"the items of the batches; {given}"
         raise Wrong(yours=part.items, expected=expected, given=given, hint=hint)
     hint = (
-        "The right items with other noise. Skipping the done batches drew from torch's CPU "
+        "The right items with different noise. Skipping the done batches drew from torch's CPU "
         "random state: save it before, restore it after, and draw each batch only when it is asked "
         "for."
     )

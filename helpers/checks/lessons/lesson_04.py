@@ -12,7 +12,7 @@ from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for
 
 
 def _sizes(batch_size: int, gpu_count: int) -> list[int]:
-    """The sizes that ``torch.chunk``, which scatter uses, gives."""
+    """The sizes from ``torch.chunk``, which scatter uses."""
     return [len(chunk) for chunk in torch.empty(batch_size).chunk(gpu_count)]
 
 
@@ -26,7 +26,7 @@ def replica_sizes(answer: Callable[[int, int], list[int]]) -> dict[str, Any]:
         expected = _sizes(batch_size, gpu_count)
         if isinstance(yours, tuple):
             yours = list(yours)
-        hint = "A share is rounded up, and the last GPU gets what is left."
+        hint = "A share is rounded up, and the last GPU gets what's left."
         if not (isinstance(yours, list) and all(type(size) is int for size in yours)):
             hint = "Return a list of whole numbers, one for each GPU that gets something."
             raise Wrong(yours=yours, expected=expected, given=given, hint=hint, values=True)
@@ -36,11 +36,11 @@ def replica_sizes(answer: Callable[[int, int], list[int]]) -> dict[str, Any]:
             elif 0 in yours:
                 hint = "Leave out the GPUs that get nothing."
             elif yours[0] - min(yours) in (0, 1) and yours[-1] <= yours[0]:
-                hint = "DataParallel does not even the shares out: all but the last are equal."
+                hint = "DataParallel doesn't even out the shares: all but the last are equal."
         expect_equal(yours, expected, given=given, hint=hint)
     gpu_count, batch_size = max(cases)
     return {
-        "compared": f"{len(cases)} batches, each with PyTorch's own cut",
+        "compared": f"{len(cases)} batches, each with PyTorch's own split",
         f"a batch of {batch_size}": f"{answer(batch_size, gpu_count)} on {gpu_count} GPUs",
     }
 
@@ -57,20 +57,20 @@ def batch_for_all(answer: Callable[[int, int], int]) -> dict[str, Any]:
             yours = answer(wanted, gpu_count)
         hint = "Return the batch size, a whole number."
         if isinstance(yours, int | float) and yours < wanted:
-            hint = f"At least {wanted} samples were wanted."
+            hint = f"At least {wanted} samples are needed."
         elif type(yours) is int:
             working = len(_sizes(yours, gpu_count))
             if working < gpu_count:
                 hint = f"A batch of {yours} feeds only {working} of {gpu_count} GPUs."
             elif yours > expected:
-                hint = "All GPUs work, but a smaller batch does it too. It need not be a multiple."
+                hint = "All GPUs work, but a smaller batch would do. It needn't be a multiple."
         expect_equal(yours, expected, given=given, hint=hint)
         if not isinstance(yours, int):
-            hint = "The number is right; make it a whole number (an int), as samples are."
+            hint = "The number is right; make it a whole number (an int), since it counts samples."
             raise Wrong(yours=yours, expected=expected, given=given, hint=hint)
     return {
-        "compared": f"{2 + len(cases)} pairs of wanted samples and GPUs",
-        "17 or more on 8 GPUs": f"{answer(17, 8)}, shared out as {_sizes(answer(17, 8), 8)}",
+        "compared": f"{2 + len(cases)} pairs of required samples and GPUs",
+        "17 or more on 8 GPUs": f"{answer(17, 8)}, divided into {_sizes(answer(17, 8), 8)}",
     }
 
 
@@ -79,7 +79,7 @@ def other_dimension(
     answer: Callable[[nn.Module, list[torch.device]], nn.Module],
 ) -> dict[str, Any]:
     gpus = devices.lab(3)
-    # Both divide by three, so that a cut along either dimension feeds all three GPUs.
+    # Both are divisible by three, so that a split along either dimension feeds all three GPUs.
     steps, batch = 3 * random.randint(2, 3), 3 * random.randint(2, 5)
     features = random.randint(2, 6)
     sequences = torch.randn(steps, batch, features)
@@ -102,15 +102,15 @@ def other_dimension(
                 hint="Wrap the model that you are given, not another.",
             )
         if used != [str(gpu) for gpu in gpus]:
-            more = "Without device_ids, DataParallel takes every GPU there is. "
+            more = "Without device_ids, DataParallel uses every GPU. "
             raise Wrong(
                 yours=f"it ran on {', '.join(used)}",
                 expected="it runs on " + ", ".join(map(str, gpus)),
                 hint=(more if len(used) > len(gpus) else "")
-                + "Use the GPUs that you were given, all of them and no others: device_ids=gpus.",
+                + "Use exactly the GPUs that you were given: device_ids=gpus.",
             )
         whole = (steps, batch // len(gpus), features)
-        hint = "Each replica must see all time steps of its sequences: cut dimension 1, not 0."
+        hint = "Each replica must see all time steps of its sequences: split dimension 1, not 0."
         expect_equal([shape for _, shape in seen], [whole] * len(gpus), hint=hint)
         hint = "The output is not that of one GPU."
         expect_close(yours.cpu(), expected, hint=hint, rtol=0, atol=_TF32)
@@ -122,16 +122,16 @@ def other_dimension(
 
 
 _TF32 = 0.01
-"""From an A100 on, cuDNN reads ten bits of a float32 in an LSTM; its outputs are below 1."""
+"""Since the A100, cuDNN reads ten bits of a float32's fraction in an LSTM; its outputs are below 1."""
 
 _WRAPPED = (
-    "Wrapping went well, the call failed. The model must be on the first of device_ids, and the cut "
-    "goes along the dimension that counts the sequences."
+    "Wrapping worked, but the call failed. The model must be on the first of device_ids, and the "
+    "split goes along the dimension that counts the sequences."
 )
 
 
 class _RecordingLSTM(nn.LSTM):
-    """An LSTM that returns its output alone and notes what each replica saw."""
+    """An LSTM that returns only its output and records what each replica saw."""
 
     def __init__(self, features: int, hidden: int) -> None:
         super().__init__(features, hidden)

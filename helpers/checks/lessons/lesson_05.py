@@ -30,7 +30,7 @@ from vgpu.units import format_bytes
 
 
 class _Noting(nn.Module):
-    """A small network that notes how many samples each of its replicas saw, where, in what thread."""
+    """A small network that records how many samples each replica saw, on which GPU, in which thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class _Noting(nn.Module):
 @contextmanager
 def _without_the_ready_made() -> Iterator[None]:
     """Neither ``nn.DataParallel`` nor ``nn.parallel.data_parallel`` can be used inside."""
-    # The function may have been imported long before: what it calls first is found in its module.
+    # The function may have been imported earlier: what it calls first is looked up in its module.
     function = sys.modules["torch.nn.parallel.data_parallel"]
     with (
         patch.object(nn.DataParallel, "__init__", _refuse),
@@ -60,7 +60,7 @@ def _without_the_ready_made() -> Iterator[None]:
 def _refuse(*_: Any, **__: Any) -> None:
     raise Wrong(
         yours="a call of PyTorch's own DataParallel",
-        expected="its four parts, called by you",
+        expected="its four parts, called by your code",
         hint="Use scatter, replicate, parallel_apply and gather.",
     )
 
@@ -97,18 +97,18 @@ def _judge_parts(
     with _without_the_ready_made():
         peaks = peaks_during(lambda: results.append(answer(module, batch, gpus)), gpus)
     yours = results.pop()
-    expect_tensor(yours, hint="Return what gather gives you.")
+    expect_tensor(yours, hint="Return what gather returns.")
     if yours.device != gpus[0]:
         raise Wrong(
             yours=f"an output on {yours.device}",
             expected=f"an output on {gpus[0]}",
-            hint="gather takes the device where the outputs are joined.",
+            hint="gather takes the device on which the outputs are joined.",
         )
     if not yours.requires_grad:
         raise Wrong(
             yours="an output without a graph",
             expected="an output that backward can start from",
-            hint="Call the four parts with gradients enabled, and detach nothing.",
+            hint="Call the four parts with gradients enabled, and don't detach anything.",
         )
     chunks = [(str(g), len(chunk)) for g, chunk in zip(gpus, x.chunk(len(gpus)), strict=False)]
     seen = sorted(module.seen)
@@ -121,20 +121,20 @@ def _judge_parts(
     if threading.get_ident() in module.threads:
         raise Wrong(
             yours="replicas that run one after the other, in your own thread",
-            expected="each replica in a thread of its own",
+            expected="each replica in its own thread",
             hint="parallel_apply starts the threads: give it the replicas and the chunks.",
         )
     idle = list(zip(gpus, peaks, strict=True))[len(chunks) :]
     if extra := [str(gpu) for gpu, peak in idle if peak]:
         raise Wrong(
-            yours=f"something on {', '.join(extra)} too",
+            yours=f"also something on {', '.join(extra)}",
             expected="no more replicas than chunks",
-            hint="replicate makes one replica for each device in its list: cut the list first.",
+            hint="replicate makes one replica for each device in its list: shorten the list first.",
         )
     hint = "The output is not that of one GPU on the whole batch."
     expect_close(yours.cpu(), expected, hint=hint)
     yours.square().sum().backward()
-    hint = "A gradient is not that of one GPU: is everything in the graph?"
+    hint = "A gradient differs from that of one GPU: is everything in the graph?"
     return expect_gradients(module.parameters(), single.parameters(), hint), seen
 
 
@@ -185,7 +185,7 @@ def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
         with for_input(given):
             return peaks_during(lambda: step(module, x, y, gpus), gpus), module
 
-    # Halfway between the usual way and the lean one, whatever this machine's allocator does.
+    # Halfway between the usual way and the lean one, independent of this machine's allocator.
     usual, lean = max(peak_of(gathered)[0]), peak_of(in_forward)[0]
     budget = (usual + max(lean)) // 2
     peaks, module = peak_of(answer)
@@ -207,7 +207,7 @@ def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
             elif peaks[1] > 1.1 * lean[1]:
                 hint = (
                     "Each GPU holds more than it must: something still refers to its outputs while "
-                    "backward runs. Compute the loss in forward, which lets go of them."
+                    "backward runs. Compute the loss in forward, which releases them."
                 )
             on_each = zip(gpus, peaks, strict=True)
             raise Wrong(
@@ -222,7 +222,7 @@ def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
 
 
 def _judge_mean_gradients(module: nn.Module, single: nn.Module) -> None:
-    """Raise Wrong unless the gradients are those of the mean loss, nearly: GPUs add up in turn."""
+    """Raise Wrong unless the gradients are close to those of the mean loss; the order of sums differs."""
     for (name, mine), theirs in zip(module.named_parameters(), single.parameters(), strict=True):
         hint = f"The gradient of {name} is not that of the mean loss over the whole batch."
         if mine.grad is None:
@@ -232,7 +232,7 @@ def _judge_mean_gradients(module: nn.Module, single: nn.Module) -> None:
         if abs(scale - 1) > 0.2:
             hint += f" It is {scale:.3g} times that: divide once, by the batch size."
         else:
-            hint += " The mean of the means is not the mean when the chunks differ in size."
+            hint += " The mean of the means is not the mean if the chunks differ in size."
         if not torch.allclose(mine.grad.cpu(), theirs.grad, rtol=1e-3, atol=1e-6):
             apart = (mine.grad.cpu() - theirs.grad).abs().max().item()
             raise Wrong(
@@ -246,7 +246,7 @@ def _judge_mean_gradients(module: nn.Module, single: nn.Module) -> None:
 def counting_model(answer: Callable[[], nn.Module]) -> dict[str, Any]:
     gpus = devices.lab(3)
     counted: dict[str, str] = {}
-    # Besides the usual: where no GPU 0 is, and where no GPU is.
+    # Besides the usual cases: without GPU 0, and without any GPU.
     for used in (gpus, gpus[:0:-1], random.sample(gpus, 1), []):
         batches = random.randint(2, 5)
         where = ", ".join(map(str, used)) or "the CPU, without DataParallel"
@@ -267,7 +267,9 @@ def counting_model(answer: Callable[[], nn.Module]) -> dict[str, Any]:
 
 
 def _judge_calls(model: nn.Module, batches: int, replicas: int, moved: bool) -> None:
-    """``model.calls`` is the number of batches, and saved; moved: it was right on other devices."""
+    """Raise Wrong unless ``model.calls`` is the number of batches, and saved; moved: it was right
+    elsewhere.
+    """
     calls = getattr(model, "calls", None)
     one = isinstance(calls, torch.Tensor) and calls.numel() == 1
     if not one and not isinstance(calls, int | float):
@@ -277,13 +279,13 @@ def _judge_calls(model: nn.Module, batches: int, replicas: int, moved: bool) -> 
             hint="The check compares int(model.calls).",
         )
     yours = int(calls)  # type: ignore[arg-type]
-    hint = "Changes of plain attributes are made on replicas, and those are thrown away."
+    hint = "Plain attributes are changed on replicas, and those are thrown away."
     if yours == batches * replicas and replicas > 1:
-        hint = "You count once for each replica; one count for each batch was wanted."
+        hint = "You count once per replica; count once per batch."
     elif moved and yours == 0:
-        hint = "The device does not matter: forward counts each batch, wherever it runs."
+        hint = "The device doesn't matter: forward counts each batch, wherever it runs."
     elif isinstance(calls, torch.Tensor) and yours == 0:
-        hint = "A new tensor on the replica is lost too: change the buffer in place."
+        hint = "A new tensor on the replica is lost, too: change the buffer in place."
     expect_equal(yours, batches, hint=hint)
     if "calls" not in model.state_dict():
         raise Wrong(
@@ -307,10 +309,10 @@ def load_any(answer: Callable[[nn.Module, dict[str, torch.Tensor]], str]) -> dic
         ("wrapped", "wrapped", "as it is"),
         ("bare", "bare", "as it is"),
     ]
-    # A part that is itself called "module": only the first "module." of a key may be the prefix,
-    # and where it is the only part, a bare model's keys all start like that.
+    # With a part that is itself called "module", only a key's first "module." may be the prefix;
+    # and if it's the only part, all keys of a bare model start like that.
     for parts, (source, into, expected) in product((["body", "module"], ["module"]), cases):
-        given = f"the state of a {source} model, into a {into} one, whose parts are {parts}"
+        given = f"the state of a {source} model, for a {into} one, whose parts are {parts}"
         state, target = model(source, parts).state_dict(), model(into, parts)
         before = dict(state)
         with for_input(given):
@@ -322,15 +324,15 @@ def load_any(answer: Callable[[nn.Module, dict[str, torch.Tensor]], str]) -> dic
                 raise Wrong(
                     yours=_first_lines(refused),
                     expected=expected,
-                    hint="Take off, or put on, exactly one module. at the start of each key, and "
-                    "only if the model's own keys are not the state's.",
+                    hint="Remove, or add, exactly one module. at the start of each key, and "
+                    "only if the model's own keys differ from the state's.",
                 ) from refused
             hint = "The given state was changed; work on a new dict."
             expect_equal(list(state), list(before), hint=hint)
             for mine, theirs in zip(target.state_dict().values(), before.values(), strict=True):
                 hint = "The model's parameters are not those of the state."
                 expect_close(mine, theirs, hint=hint)
-            expect_equal(yours, expected, hint="Say what you did, in those words.")
+            expect_equal(yours, expected, hint="Return what you did, in exactly those words.")
     stranger = nn.Linear(7, 7).to(gpus[0]).state_dict()
     try:
         answer(model("bare", ["body"]), stranger)
@@ -339,11 +341,11 @@ def load_any(answer: Callable[[nn.Module, dict[str, torch.Tensor]], str]) -> dic
     raise Wrong(
         yours="no error",
         expected="the RuntimeError of load_state_dict",
-        given="the state of quite another model",
-        hint="strict=False loads nothing and says nothing. Leave it out.",
+        given="the state of an entirely different model",
+        hint="strict=False loads nothing and doesn't complain. Leave it out.",
     )
 
 
 def _first_lines(error: RuntimeError) -> str:
-    """What load_state_dict says, without the rest of a long list of keys."""
+    """load_state_dict's message, without the rest of a long list of keys."""
     return " ".join(str(error).split())[:200]

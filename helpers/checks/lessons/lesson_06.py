@@ -65,7 +65,7 @@ def _hint_for_sum(yours: Any, total: Any, own: torch.Tensor) -> str:
     if yours.numel() < total.numel():
         return "This is a part of the sum. Collect the parts of all ranks, too."
     if yours.shape == total.shape and yours.dtype != total.dtype:
-        return "The sum differs in dtype from the tensor: make outputs with new_empty."
+        return "The sum and the tensor have different dtypes: make outputs with new_empty."
     return "The parts of the sum, in the order of the ranks, are the whole sum."
 
 
@@ -75,7 +75,7 @@ def mean_over_unequal_shards(answer: Callable[[torch.Tensor], Any]) -> dict[str,
         lengths = random.sample(range(1, 9), ranks)
         if with_empty:
             lengths[random.randrange(ranks)] = 0
-        # Far apart, so that a mean of means is not right by chance.
+        # Far apart, so that a mean of means isn't right by chance.
         shards = [torch.rand(length) + 5 * rank for rank, length in enumerate(lengths)]
         expected = torch.cat(shards).mean()
         given = f"{ranks} ranks with {', '.join(map(str, lengths))} values"
@@ -93,7 +93,7 @@ def mean_over_unequal_shards(answer: Callable[[torch.Tensor], Any]) -> dict[str,
                     expected="one collective, of at most two numbers",
                     given=f"{given}; on rank {rank}",
                     hint="The mean is right, but over the budget. Put the two numbers that "
-                    "the ranks must add into one tensor.",
+                    "the ranks must add up into one tensor.",
                 )
     return {
         "given": given,
@@ -120,16 +120,16 @@ def _hint_for_mean(
     def near(other: torch.Tensor) -> bool:
         return torch.allclose(yours, other.double(), rtol=1e-4, atol=1e-4, equal_nan=True)
 
-    # The mean of no values is not a number, and spoils every sum that it enters.
+    # The mean of no values is NaN, and so is every sum with it.
     means = torch.stack([shard.mean() for shard in shards])
     if yours.isnan():
-        return "The mean of no values is not a number. Add sums and counts instead of means."
+        return "The mean of no values is NaN. Add up sums and counts instead of means."
     if near(means.mean()):
         return (
             "This is the mean of the ranks' means: it counts a short shard as much as a long one."
         )
     if near(means.nan_to_num().mean()):
-        return "A rank without values must not count, and a short shard less than a long one."
+        return "A rank without values must not count, and a short shard must count less than a long one."
     if near(means[rank]) or near(shards[rank].sum()):
         if talked:
             return "This is the rank's own value, although the ranks communicated: return the other one."
@@ -156,9 +156,9 @@ def ring_all_reduce(answer: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
             if others:
                 raise Wrong(
                     yours=f"calls {', '.join(sorted(others))}",
-                    expected="sends and receives only",
+                    expected="only sends and receives",
                     given=where,
-                    hint="Build the sum from exchange alone.",
+                    hint="Use only exchange to build the sum.",
                 )
             hint = _hint_for_ring(yours, total, tensors[rank], ranks)
             expect_close(yours, total, given=where, hint=hint)
@@ -182,13 +182,16 @@ def _hint_for_ring(yours: Any, total: torch.Tensor, own: torch.Tensor, ranks: in
             "This is still the rank's own tensor: a chunk of tensor_split is a view; write into it."
         )
     if (yours >= total).all():
-        return "Numbers were added more than once: in the last n - 1 steps what arrives replaces."
+        return (
+            "Numbers were added more than once: in the last n - 1 steps, what arrives replaces "
+            "what's there."
+        )
     right = [
         torch.equal(mine, whole)
         for mine, whole in zip(yours.tensor_split(ranks), total.tensor_split(ranks), strict=True)
     ]
     if sum(right) == 1:
-        return "One chunk is complete, as it is after n - 1 steps. Go round once more and replace."
+        return "One chunk is complete, as after n - 1 steps. Go around once more, and replace."
     return "In step s, from 0, rank r sends chunk (r - s) % n and receives chunk (r - s - 1) % n."
 
 
@@ -229,14 +232,14 @@ def stop_together(repaired: Callable[..., list[float]]) -> dict[str, Any]:
                     yours=f"{len(calls)} collectives for {len(expected)} averages",
                     expected="one for each average",
                     given=f"rank {rank}, {given}",
-                    hint="A rank of a real training run does not know the losses of the others.",
+                    hint="A rank of a real training run doesn't know the losses of the others.",
                 )
             if len(calls) > most:
                 raise Wrong(
                     yours=f"{len(calls)} collectives in {most} steps",
-                    expected=f"{most}, one a step",
+                    expected=f"{most}, one per step",
                     given=f"rank {rank}, {given}",
-                    hint="One all_reduce already tells every rank the average. Decide by that, "
+                    hint="One all_reduce already tells every rank the average. Use it to decide, "
                     "and leave the loop.",
                 )
     return {
@@ -249,7 +252,7 @@ def stop_together(repaired: Callable[..., list[float]]) -> dict[str, Any]:
 def _judge_averages(
     yours: Any, expected: list[float], losses: list[list[float]], limit: float, where: str
 ) -> None:
-    hint = "All ranks return the averages before the first one that is below the limit, and all of "
+    hint = "All ranks return the averages before the first one that's below the limit, or all of "
     hint += "them if none is."
     if not isinstance(yours, list):
         raise Wrong(yours=yours, expected=describe(expected), given=where, hint=hint)
@@ -257,25 +260,25 @@ def _judge_averages(
     if isinstance(first, int | float) and math.isclose(first, summed, rel_tol=1e-4):
         hint = "These are the sums of the ranks' losses: divide by the number of ranks."
     elif len(yours) == len(expected) + 1:
-        hint = "The first average below the limit ends the loop before it is noted."
+        hint = "The first average below the limit ends the loop and isn't returned."
     elif len(yours) == len(losses[0]) > len(expected):
         hint = "The function never stops early: all ranks leave once the average is below limit."
     elif len(yours) < len(expected) and expected[len(yours)] == limit:
-        hint = "It stops too early: an average that equals the limit is not below it."
+        hint = "It stops too early: an average that equals the limit isn't below it."
     elif len(yours) < len(expected):
-        hint = "It stops too early: the average decides, not the loss of one rank."
+        hint = "It stops too early: what counts is the average, not one rank's loss."
     expect_close(yours, expected, given=where, hint=hint, rtol=1e-4, atol=1e-4)
 
 
 def _two_falling_to_the_limit(early: int, limit: float) -> list[list[float]]:
-    """Losses of two ranks: the average ends at the limit, never below; exact, in float32 too."""
+    """Losses of two ranks: the average ends exactly at the limit, never below, even in float32."""
     above = sorted(random.sample(range(1, 20), 3), reverse=True)
     others = [limit + (2 * excess + 4) / 64 for excess in (*above, 0)]
     return [[limit - 4 / 64] * 4 if rank == early else others for rank in range(2)]
 
 
 def _falling_losses(ranks: int, early: int, limit: float) -> list[list[float]]:
-    """Seven falling losses a rank; rank ``early`` is below the limit before the average is."""
+    """Seven falling losses per rank; rank ``early`` is below the limit before the average is."""
     end = random.choice((3, 4))
     losses = []
     for _ in range(ranks):

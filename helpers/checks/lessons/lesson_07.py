@@ -22,7 +22,7 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
     for ranks in (2, 3):
         x, y = torch.randn(3, 6, 4), torch.randn(3, 6, 1)  # (steps, batch, features)
 
-        # Inside the check, so that it travels by value: the ranks need not import the checks.
+        # Inside the check, so that it's pickled by value: the ranks needn't import the checks.
         def steps_of(
             rank: int, world_size: int, x: torch.Tensor, y: torch.Tensor, wrap: Any
         ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -34,7 +34,7 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
             module.to(own_gpu())
             wrapped = wrap(module) if wrap else module
             if not isinstance(wrapped, nn.Module):
-                raise TypeError(f"HandmadeDDP gave {wrapped!r}; it must be a module")
+                raise TypeError(f"HandmadeDDP returned {wrapped!r}; it must be a module")
             if isinstance(wrapped, DistributedDataParallel):
                 raise TypeError(
                     "HandmadeDDP is PyTorch's own DDP; write yours from broadcast and all_reduce"
@@ -69,7 +69,7 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
                         yours=f"{name} that is rank {rank}'s own",
                         expected="rank 0's, on every rank",
                         given=f"right after the wrap, {given}",
-                        hint="A state_dict leaves out what is not saved: module.buffers() lists all."
+                        hint="A state_dict leaves out what isn't saved: module.buffers() lists all buffers."
                         if name == unsaved
                         else "Send parameters and buffers from rank 0 when the wrapper is made.",
                     )
@@ -85,18 +85,18 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
             if reduces > 3 * 4:
                 raise Wrong(
                     yours=f"{reduces} calls of all_reduce in 3 steps",
-                    expected="12: one for each of 4 parameters and each backward",
+                    expected="12: one per backward for each of the 4 parameters",
                     given=where,
                     hint="Register one hook for each parameter, once.",
                 )
     return {
         "largest difference from one process": f"{largest:.1e}, on 2 and 3 ranks, in 3 steps",
-        "all_reduce": f"{max(counts):g} a step, for 4 parameters",
+        "all_reduce": f"{max(counts):g} per step, for 4 parameters",
     }
 
 
 def _hint_for_steps(mine: torch.Tensor, theirs: torch.Tensor, start: torch.Tensor) -> str:
-    """What the first step says: the update should be the right one, not a multiple of it."""
+    """A hint from the first step's update: is it a multiple of the right one?"""
     moved, right = mine - start, theirs - start
     scale = (moved @ right / (right @ right)).item()
     if torch.allclose(moved, right * round(scale), rtol=1e-3, atol=1e-6) and round(scale) > 1:
@@ -113,7 +113,7 @@ def sum_or_average(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, 
         x, y = torch.randn(total, 3), torch.randn(total)
         weight = torch.randn(1, 3)
 
-        # Inside the check, so that it travels by value: the ranks need not import the checks.
+        # Inside the check, so that it's pickled by value: the ranks needn't import the checks.
         def gradient(
             rank: int,
             world_size: int,
@@ -146,7 +146,7 @@ def sum_or_average(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, 
             "The mean over this rank's samples gives a rank with few samples as much weight as one "
             "with many.": means.mean(0),
             "That is the usual mistake: a mean over this rank's samples must not be multiplied by "
-            "the world size, DDP has averaged already.": means.sum(0),
+            "the world size, because DDP has already averaged.": means.sum(0),
             "These are sums: nothing has been divided by the number of samples.": single.sum(0)
             / ranks,
             "Nothing has been divided by the number of samples.": single.sum(0),
@@ -176,7 +176,7 @@ def validation_sampler(answer: Callable[..., Any]) -> dict[str, Any]:
         given = f"{length} samples on {ranks} ranks"
         with for_input(given):
             samplers = [answer(data, num_replicas=ranks, rank=rank) for rank in range(ranks)]
-            # A walk that never ends must not hang the notebook.
+            # An iteration that never ends must not hang the notebook.
             parts = [list(islice(sampler, 2 * length)) for sampler in samplers]
             sizes = _judge_parts(parts, data)
             hint = "len(sampler) is the number of samples of this rank; a DataLoader asks for it."
@@ -195,12 +195,14 @@ def validation_sampler(answer: Callable[..., Any]) -> dict[str, Any]:
             expect_equal(loaded, walked[0], given=f"through a DataLoader, rank 0, {given}")
     return {
         f"{length} samples on {ranks} ranks": f"parts of {sizes}",
-        "dealt twice, left out": "none, none",
+        "repeated, left out": "none, none",
     }
 
 
 def _judge_parts(parts: list[list[int]], data: list[int]) -> list[int]:
-    """The sizes of the ranks' parts; raises Wrong unless every sample is in one, evenly."""
+    """The sizes of the ranks' parts; raises Wrong unless each sample is in exactly one, and parts
+    are even.
+    """
     dealt = [index for part in parts for index in part]
     twice = sorted({index for index in dealt if dealt.count(index) > 1})
     if twice:
@@ -214,7 +216,7 @@ def _judge_parts(parts: list[list[int]], data: list[int]) -> list[int]:
         raise Wrong(
             yours=f"parts of {sizes}",
             expected="sizes that differ by at most 1",
-            hint="The slowest rank decides: the parts should be as equal as they can be.",
+            hint="The slowest rank sets the pace: the parts should be as equal as possible.",
         )
     return sizes
 
@@ -225,7 +227,7 @@ def accumulate_and_send_once(
 ) -> dict[str, Any]:
     for count in (2, random.randint(3, 5)):
         ranks, size = 2, random.randint(2, 4)
-        # Two accumulations: the second shows what the first has left behind.
+        # Two accumulations: the second shows what the first left behind.
         x = torch.randn(2, ranks, count, size, 6)
         y = torch.randn(2, ranks, count, size, 1)
 
@@ -245,7 +247,9 @@ def accumulate_and_send_once(
                 parts = (part[turn, rank].to(own_gpu()) for part in (x, y))
                 answer(parallel, list(zip(*parts, strict=True)))
                 if model.weight.grad is None:
-                    raise ValueError("accumulate left no gradient: nothing was called backward on")
+                    raise ValueError(
+                        "accumulate left no gradient: backward wasn't called on anything"
+                    )
                 gradients.append(model.weight.grad.cpu())
                 bytes_sent.append(sum(sent))
                 sent.clear()
@@ -281,8 +285,10 @@ def _judge(
     once = gradient.nbytes
     right = torch.allclose(gradient, expected, rtol=1e-4, atol=1e-6)
     if sent_bytes == 0:
-        alone = "Each rank keeps a gradient of its own. Let DDP send in the last backward."
-        by_hand = "The gradient is right, but sent past DDP. Let DDP's last backward send it: it "
+        alone = "Each rank keeps its own gradient. Let DDP send in the last backward."
+        by_hand = (
+            "The gradient is right, but you sent it, not DDP. Let DDP's last backward send it: it "
+        )
         by_hand += "sends in buckets, while backward still runs."
         raise Wrong(
             yours="DDP sent nothing",
@@ -296,13 +302,13 @@ def _judge(
             f"This is {count} times too large: the mean over {count} micro-batches divides by it."
         )
     elif torch.allclose(2 * gradient, expected, rtol=1e-4, atol=1e-6):
-        hint = "This is half of it, on 2 ranks: DDP divides by their number already."
+        hint = "This is half of it, on 2 ranks: DDP already divides by their number."
     expect_close(gradient, expected, given=f"rank {rank}, {given}", hint=hint, rtol=1e-4, atol=1e-6)
     if sent_bytes > once:
         raise Wrong(
             yours=f"{sent_bytes} bytes sent",
             expected=f"{once} bytes, one whole gradient",
             given=given,
-            hint="DDP sent after more than one micro-batch. The forward decides about sending: it "
-            "belongs inside no_sync() too.",
+            hint="DDP sent after more than one micro-batch. The forward decides whether to send: it "
+            "belongs inside no_sync(), too.",
         )

@@ -1,4 +1,4 @@
-"""Checks of lesson 08: more than two stages, where labels go, where a network is cut, and chance."""
+"""Checks of lesson 08: more than two stages, where labels go, where to cut a network, and chance."""
 
 import copy
 import random
@@ -70,11 +70,12 @@ def _even(sizes: Sequence[int]) -> int:
 
 
 def _rules(widths: Sequence[int]) -> dict[str, int]:
-    """The cuts of some rules that look at one half of the matter."""
+    """The cuts of some rules that consider only half of the problem."""
     return {
-        "It has as many layers on each side, but layers differ in size.": (len(widths) - 1) // 2,
-        "It balances the parameters alone: add what forward keeps.": _even(_parameters(widths)),
-        "It balances the activations alone: add parameters and gradients.": _even(widths[1:]),
+        "It has equally many layers on each side, but layers differ in size.": (len(widths) - 1)
+        // 2,
+        "It balances only the parameters: add what forward keeps.": _even(_parameters(widths)),
+        "It balances only the activations: add parameters and gradients.": _even(widths[1:]),
     }
 
 
@@ -83,7 +84,7 @@ def _parameters(widths: Sequence[int]) -> list[int]:
 
 
 def _told_apart(peaks: dict[int, int], cuts: Sequence[int], failing: int) -> bool:
-    """Whether rule number ``failing`` fails, and no rule fails by another's cut, or barely."""
+    """Whether rule number ``failing`` fails clearly, and with a cut that no other rule chooses."""
     lowest = min(peaks.values())
     wrong = [cut for cut in cuts if peaks[cut] > 1.05 * lowest]
     clear = all(peaks[cut] > 1.1 * lowest for cut in wrong)
@@ -128,7 +129,7 @@ def staged(answer: Callable[..., nn.Module]) -> dict[str, str]:
         reference = nn.Sequential(*_layers(widths))
         batch = torch.randn(random.randint(2, 6), widths[0])
         given = f"{count} stages on {', '.join(map(str, used))}, a batch on the CPU"
-        with for_input(given, "Stage i runs on gpus[i]: move what goes into it there first."):
+        with for_input(given, "Stage i runs on gpus[i]: first move its input there."):
             model = answer(list(copy.deepcopy(reference)), used)
             _judge_stages(model, reference, batch, used)
         held = {str(gpu): 0 for gpu in used}
@@ -155,7 +156,7 @@ def _judge_stages(
     places = [gpu for gpu, stage in zip(gpus, reference, strict=True) for _ in stage.parameters()]
     expect_equal([p.device for p in model.parameters()], places, hint=hint)
     expect_equal(output.device, gpus[-1], hint=hint)
-    hint = "The output is not that of the same stages on one device."
+    hint = "The output differs from that of the same stages on one device."
     expect_close(output.detach().cpu(), expected.detach(), hint=hint)
     expected.sum().backward()
     if output.requires_grad:
@@ -188,14 +189,14 @@ def two_losses(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
             hint = "The sum is main + 0.3 * auxiliary, each a cross-entropy with its mean."
             expect_close(yours.detach().cpu(), expected, hint=hint)
             for name, output in zip(("main", "auxiliary"), outputs, strict=True):
-                # A loss for each sample may leave, as long as it is not all that there is.
+                # A loss per sample may be moved, as long as it isn't everything.
                 if leaving.numbers[output.device] >= output.numel():
                     raise Wrong(
                         yours=f"the {name} outputs are copied away from {output.device}",
                         expected=f"the {name} loss on {output.device}, where its outputs are",
-                        hint="Move the labels, which are small, and not the outputs.",
+                        hint="Move the labels, which are small, not the outputs.",
                     )
-            hint = "Move the auxiliary loss to the main loss, not the other way round."
+            hint = "Move the auxiliary loss to the main loss, not the other way around."
             expect_equal(yours.device, main_gpu, hint=hint)
             if yours.requires_grad:
                 yours.backward()
@@ -221,7 +222,7 @@ _TWO_DEVICES = (
 @exercise("8.3", "Cut where the memory balances")
 def balanced_cut(answer: Callable[..., int]) -> dict[str, str]:
     gpus = devices.lab(2)
-    # An untouched stub says so here, before anything is measured.
+    # An untouched stub raises here, before anything is measured.
     answer(_layers([4, 4, 4]), torch.randn(2, 4), gpus)
     shown = {}
     for widths, layers, batch, peaks in _networks():
@@ -253,7 +254,7 @@ _ONE_OF_THREE = 'Return "slower", "faster" or "cannot tell".'
 @exercise("8.4", "Slower, or chance")
 def compare(answer: Callable[[list[float], list[float]], str]) -> dict[str, str]:
     seen: Counter[str] = Counter()
-    for mean_s in (2.0, 6.0):  # just two errors of 1 s: not more
+    for mean_s in (2.0, 6.0):  # exactly two errors of 1 s, not more
         first, second = [1.0, 5.0, 5.0, 5.0], [mean_s] * 2
         given = f"first {first}, second {second}"
         with for_input(given, _ONE_OF_THREE):

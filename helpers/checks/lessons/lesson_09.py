@@ -1,4 +1,4 @@
-"""Checks of lesson 09: a pipeline in one loop, split sizes, and a missing wait of a stream."""
+"""Checks of lesson 09: a pipeline in one loop, split sizes, and a stream that doesn't wait."""
 
 import copy
 import random
@@ -33,7 +33,7 @@ def _stages(width: int, gpus: Sequence[torch.device]) -> list[nn.Module]:
 def _ours(
     stages: Sequence[nn.Module], gpus: Sequence[torch.device], size: int, batch: torch.Tensor
 ) -> torch.Tensor:
-    """The loop as in the solution."""
+    """The solution's loop."""
     outputs = []
     for hidden in batch.split(size):
         for stage, gpu in zip(stages, gpus, strict=True):
@@ -46,7 +46,7 @@ def _ours(
 def pipelined(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
     for count in (2, 3):
         size, width = random.randint(3, 6), random.randint(3, 6)
-        # The last piece is smaller, and there are not ``size`` pieces: chunk(size) would make those.
+        # The last piece is smaller, and there aren't ``size`` pieces, as chunk(size) would make.
         whole = random.choice([number for number in (2, 3, 4) if number != size - 1])
         rows = size * whole + random.randint(1, size - 1)
         given = f"{rows} samples in pieces of {size}, {count} stages"
@@ -67,7 +67,7 @@ def _judge_calls(
     size: int,
     batch: torch.Tensor,
 ) -> None:
-    """Every stage sees every piece once, and what is returned is one tensor on the last GPU."""
+    """Raise Wrong unless every stage sees every piece once, and the result is one tensor on the last GPU."""
     seen: list[list[int]] = [[] for _ in stages]
     hooks = [
         stage.register_forward_pre_hook(lambda _, inputs, i=i: seen[i].append(len(inputs[0])))
@@ -95,16 +95,16 @@ def _judge_outputs(
     size: int,
     batch: torch.Tensor,
 ) -> None:
-    """The outputs and the gradients are those of our loop."""
+    """Raise Wrong unless the outputs and the gradients are those of our loop."""
     mine, ours = nn.Sequential(*stages), copy.deepcopy(nn.Sequential(*stages))
     expected = _ours(list(ours), gpus, size, batch)
     expected.sum().backward()
     yours = answer(list(stages), list(gpus), size, batch.clone())
-    hint = "The outputs are not those of one device: are they in the order of the batch?"
+    hint = "The outputs differ from those of one device: are they in the order of the batch?"
     expect_close(yours.detach().cpu(), expected.detach().cpu(), hint=hint)
     if not yours.requires_grad:
         raise Wrong(
-            yours="an output that no gradient comes back from",
+            yours="an output without a graph",
             expected="an output with a graph",
             hint="detach(), no_grad() and .data cut the graph; .to() does not.",
         )
@@ -113,10 +113,10 @@ def _judge_outputs(
 
 
 def _judge_overlap(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
-    """Virtual time on two K80s, beside our loop's."""
+    """Compare the virtual time on two K80s with our loop's."""
     rows, size = 4096, 512
     given = f"{rows} samples in pieces of {size}, two K80s"
-    waiting = "Python waits in the loop: ask for no value there."
+    waiting = "Python waits in the loop: don't read any value there."
     times_s: dict[str, float] = {}
     waits = 0
     with vgpu.enable(2, gpu="K80") as lab, vgpu.shapes_only():
@@ -132,8 +132,8 @@ def _judge_overlap(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
                     output = loop(list(stages), list(lab.devices), piece, batch)
                 except vgpu.NoValueError as error:
                     raise Wrong(
-                        yours="a loop that asks for a value of a tensor on a GPU",
-                        expected="a loop that launches all pieces and waits for none",
+                        yours="a loop that reads a value of a tensor on a GPU",
+                        expected="a loop that launches all pieces and doesn't wait",
                         given=given,
                         hint=waiting,
                     ) from error
@@ -149,7 +149,7 @@ def _judge_overlap(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
             hint=waiting
             if waits
             else "A piece's copy to the next GPU is queued behind the next pieces' work. Take "
-            "each piece through all stages, then begin the next.",
+            "each piece through all stages, then start the next.",
         )
     return {
         "your virtual time": format_seconds(times_s["yours"]),
@@ -182,7 +182,7 @@ def _seconds(machine: Machine, split_size: int) -> float:
 
 
 def _machines() -> list[Machine]:
-    """Machines whose best sizes lie far apart: no one size is good on all.
+    """Machines whose best sizes are far apart, so no single size is good on all.
 
     Numbers of pieces that are powers of two are at most 4.6 % above the best on each of them. On
     V100s with a smaller batch they can be 5.7 % above it.
@@ -195,13 +195,13 @@ def _machines() -> list[Machine]:
 
 
 def _stopwatch(machine: Machine) -> tuple[Callable[[int], float], list[int], dict[int, float]]:
-    """The ``time_of`` of one machine, the sizes it is asked for, and the seconds of each size."""
+    """One machine's ``time_of``, the sizes that it's called with, and the seconds for each size."""
     asked: list[int] = []
     times_s: dict[int, float] = {}
 
     def time_of(size: int) -> float:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"a split size is a whole number from 1, got {size!r}")
+            raise ValueError(f"a split size is a whole number of at least 1, got {size!r}")
         asked.append(size)
         if size not in times_s:
             times_s[size] = _seconds(machine, size)
@@ -212,7 +212,7 @@ def _stopwatch(machine: Machine) -> tuple[Callable[[int], float], list[int], dic
 
 @exercise("9.2", "The best split size for another GPU")
 def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> dict[str, str]:
-    answer(lambda size: float(size), 4)  # an untouched stub says so here
+    answer(lambda size: float(size), 4)  # an untouched stub raises here
     shown = {}
     for machine in _machines():
         batch_size = machine.batch_size
@@ -229,7 +229,7 @@ def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> dic
                 hint="The curve is flat around its best: try sizes that differ by a factor.",
             )
         asked_then = list(asked)
-        # For each number of pieces the smallest size that needs no more of them.
+        # For each number of pieces, the smallest size that needs no more of them.
         for count in range(1, batch_size + 1):
             time_of(-(-batch_size // count))
         time_of(yours)
@@ -240,7 +240,7 @@ def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> dic
                 expected=f"at most {format_seconds(1.05 * times_s[best])}; "
                 f"pieces of {best} take {format_seconds(times_s[best])}",
                 given=given,
-                hint="It depends on the GPU, the link and the network: ask time_of, also for very "
+                hint="It depends on the GPU, the link and the network: call time_of, also for very "
                 "small pieces and for the whole batch.",
             )
         shown[given] = (
@@ -252,7 +252,7 @@ def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> dic
 
 
 def _products(batches: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
-    """The products as in the solution: two buffers, two waits."""
+    """The solution's products: two buffers, two waits."""
     gpu = weight.device
     default, side = torch.accelerator.current_stream(gpu), torch.Stream(gpu)
     buffers = [torch.empty_like(batches[0], device=gpu) for _ in range(2)]
@@ -271,7 +271,7 @@ def _products(batches: Sequence[torch.Tensor], weight: torch.Tensor) -> list[tor
 
 
 def _use_memory(rows: int, weight: torch.Tensor) -> None:
-    """Leaves memory of two buffers' size that the default stream still reads."""
+    """Leaves behind memory of two buffers' size that the default stream still reads."""
     for part in [torch.zeros(rows, len(weight), device=weight.device) for _ in range(2)]:
         part.sum()
 
@@ -305,7 +305,7 @@ def repaired(
                     expected=f"at most {format_seconds(1.1 * ours.makespan_s)}",
                     given=given,
                     hint="Right, but copies and products take turns. Wait as early in the loop, "
-                    "and for as little, as you can; let Python wait for nothing.",
+                    "and for as little, as you can; Python itself shouldn't wait at all.",
                 )
             with vgpu.record() as in_turn:
                 _use_memory(rows, there)
@@ -332,7 +332,7 @@ def _judge_products(products: Any, expected: list[torch.Tensor], timeline: Timel
             )
         elif race.other_operation not in ("mm", "copy", "copy_"):
             hint = (
-                "The memory of the buffers is what something on the default stream may still read: "
+                "Something on the default stream may still read the buffers' memory: "
                 "the first copy into it waits for that, as in `racing`."
             )
         elif race.operation in ("copy", "copy_"):

@@ -1,4 +1,4 @@
-"""Checks of lesson 10: orders of a schedule, stages of unequal length, a log that does not wait."""
+"""Checks of lesson 10: the orders of a schedule, stages of unequal length, a log that doesn't wait."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ _STAGES = 4
 @exercise("10.1", "A 1F1B order for four stages")
 def one_forward_order(answer: Callable[[int, int], Sequence[str]]) -> dict[str, str]:
     shown = {}
-    # The sizes at the edges, some in between, and one at which GPipe would fill every memory.
+    # The extreme sizes, some in between, and one at which GPipe would fill all memories.
     for micro_batches in (8, 1, 3, 4, random.randint(5, 20), 100):
         given = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
         with for_input(given, 'For each stage a list such as ["F0", "F1", "B0", "B1"].'):
@@ -37,7 +37,7 @@ def one_forward_order(answer: Callable[[int, int], Sequence[str]]) -> dict[str, 
 
 
 def _judge_order(schedule: Schedule, micro_batches: int) -> str:
-    """Its time and memory in words; raises Wrong where it deadlocks, or has too much of either."""
+    """Its time and memory in words; raises Wrong if it deadlocks, or takes too much of either."""
     drawn = str(schedule)
     try:
         simulated = simulate(schedule)
@@ -45,7 +45,7 @@ def _judge_order(schedule: Schedule, micro_batches: int) -> str:
         raise Wrong(
             yours=drawn,
             expected="four rows without a circular wait",
-            hint=f"{error}. How many forwards must a stage take before its first backward?",
+            hint=f"{error}. How many forwards must a stage run before its first backward?",
         ) from error
     budget = [min(_STAGES - stage, micro_batches) for stage in range(_STAGES)]
     peaks = peaks_in_flight(schedule)
@@ -60,7 +60,7 @@ def _judge_order(schedule: Schedule, micro_batches: int) -> str:
         raise Wrong(
             yours=f"{simulated.makespan:g} units of time\n{drawn}",
             expected=f"at most {longest}, as GPipe takes",
-            hint="It fits, but devices wait: the first ones can take more forwards at first.",
+            hint="It fits, but devices wait: the first ones can run more forwards at the start.",
         )
     return (
         f"{simulated.makespan:g} units, {simulated.bubble:.0%} bubble, in flight {peaks}"
@@ -69,7 +69,7 @@ def _judge_order(schedule: Schedule, micro_batches: int) -> str:
 
 
 def _rows_as_schedule(rows: Any, micro_batches: int) -> Schedule:
-    """The rows, as a schedule of just so many micro-batches, whole on each device."""
+    """The rows as a schedule of exactly that many micro-batches, whole on each device."""
     try:
         schedule = from_text(rows)
     except (TypeError, ValueError) as error:
@@ -83,7 +83,7 @@ def _rows_as_schedule(rows: Any, micro_batches: int) -> Schedule:
         raise Wrong(
             yours=str(schedule),
             expected=f"F0 to F{micro_batches - 1} and B0 to B{micro_batches - 1} in each row",
-            hint="Each stage takes each micro-batch forward and backward, whole, and no others.",
+            hint="Each stage runs each micro-batch forward and backward, whole, and nothing else.",
         )
     return schedule
 
@@ -100,7 +100,7 @@ def layers_per_stage(answer: Callable[[list[float], int], Sequence[int]]) -> dic
         if not whole or len(counts) != devices or sum(counts) != len(layer_times):
             raise Wrong(
                 yours=repr(yours),
-                expected=f"{devices} whole numbers from 1 that add up to {len(layer_times)}",
+                expected=f"{devices} whole numbers of at least 1 that add up to {len(layer_times)}",
                 given=given,
                 hint="Return how many layers each stage has, in order.",
             )
@@ -119,7 +119,7 @@ def layers_per_stage(answer: Callable[[list[float], int], Sequence[int]]) -> dic
         shown = {
             "your step": f"{taken:g} units",
             "budget": f"{1.05 * best:g} units",
-            "as many layers each": f"{_step(layer_times, equal):g} units",
+            "equally many layers": f"{_step(layer_times, equal):g} units",
         }
     return shown
 
@@ -133,13 +133,13 @@ def _stage_times(layer_times: Sequence[float], counts: Sequence[int]) -> list[fl
 
 
 def _step(layer_times: Sequence[float], counts: Sequence[int]) -> float:
-    """Units of time of one step with 1F1B; a layer's forward takes a third of its time."""
+    """The units of time for one step with 1F1B; a layer's forward takes a third of its time."""
     times = Times(1 / 3, 1 / 3, 1 / 3, by_stage=_stage_times(layer_times, counts))
     return simulate(one_forward_one_backward(len(counts), _PACE_MICRO_BATCHES), times).makespan
 
 
 def _shortest_step(layer_times: Sequence[float], devices: int) -> float:
-    """The step of the cut whose longest stage is shortest: within p / m of the very best."""
+    """The step with the cut whose longest stage is shortest: within p / m of the optimum."""
 
     def counts(cuts: Sequence[int]) -> list[int]:
         return [b - a for a, b in pairwise([0, *cuts, len(layer_times)])]
@@ -150,7 +150,7 @@ def _shortest_step(layer_times: Sequence[float], devices: int) -> float:
 
 
 def _unequal_networks() -> list[tuple[list[float], int]]:
-    """An embedding in front, a loss behind, and one with layers of all sizes."""
+    """Networks with a large embedding, with a large loss, and with layers of all sizes."""
     networks = [
         ([5.0] + [1.0] * 10, 4),  # with an empty stage, the longest would be as short
         ([float(random.randint(4, 6))] + [1.0] * random.randint(10, 14), 4),
@@ -171,7 +171,7 @@ def all_losses(
 ) -> dict[str, str]:
     shown = {}
     for _ in range(2):
-        # So large that a step takes longer than its launches, and waiting for it costs time.
+        # Large enough that a step takes longer than its launches, and waiting for it costs time.
         count, size = random.randint(4, 7), random.randint(256, 512)
         batches = [torch.randn(size, 512) for _ in range(count)]
         with vgpu.enable(2) as lab:
@@ -206,7 +206,7 @@ def _expect_numbers(yours: Any, count: int) -> None:
         raise Wrong(
             yours=repr(yours),
             expected=f"a list of {count} Python numbers",
-            hint="Ask for the numbers once, after the last step.",
+            hint="Read the numbers once, after the last step.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Checks of lesson 11: a step's peak, accumulation over ranks, and a budget for checkpoints."""
+"""Checks of lesson 11: a step's peak, accumulation over ranks, and a budget for recomputation."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -33,8 +33,8 @@ def peak_of_a_step(answer: Callable[[list[int], int, str], float]) -> dict[str, 
             expect_number(yours, "a number of bytes")
         if calls.names:
             raise Wrong(
-                yours=f"an answer that has PyTorch compute: {len(calls.names)} operations",
-                expected="no tensors, arithmetic with the sizes alone",
+                yours=f"an answer that makes PyTorch compute: {len(calls.names)} operations",
+                expected="no tensors, only arithmetic with the sizes",
                 given=given,
                 hint="That measures a run instead of predicting it. Which tensors are there, and "
                 "how many numbers does each have?",
@@ -44,7 +44,7 @@ def peak_of_a_step(answer: Callable[[list[int], int, str], float]) -> dict[str, 
         if not abs(off) <= 0.05:
             raise Wrong(
                 yours=f"{format_bytes(yours)} ({off:+.0%})",
-                expected=f"{format_bytes(peak.total_bytes)}, counted, to within 5 %",
+                expected=f"{format_bytes(peak.total_bytes)}, counted, within 5 %",
                 given=given,
                 hint=_peak_hint(yours, peak),
             )
@@ -54,32 +54,36 @@ def peak_of_a_step(answer: Callable[[list[int], int, str], float]) -> dict[str, 
     return shown
 
 
-_FROM_SIZES = "Return the bytes as one number, from the sizes alone."
+_FROM_SIZES = "Return the bytes as one number, computed from the sizes only."
 
 
 def _networks() -> list[tuple[list[int], int, str]]:
-    """Sizes, batch and optimizer: first as in the lesson, then one thing more at a time."""
+    """Sizes, batch and optimizer: first as in the lesson, then with one more thing at a time."""
 
     def some(low: int, high: int) -> int:
         return random.randint(low, high)
 
     width = some(200, 500)
     return [
-        ([64, width, width, 10], some(600, 900), "sgd"),  # as in the lesson, without a state
+        (
+            [64, width, width, 10],
+            some(600, 900),
+            "sgd",
+        ),  # as in the lesson, without optimizer state
         ([64, width, width, width, 10], some(600, 900), "adam"),
         ([some(300, 600), some(500, 700), 10], some(8, 16), "adam"),  # the update
         ([64, some(64, 100), some(600, 800), 10], some(300, 600), "sgd"),  # the last hidden
         ([64, some(600, 800), some(64, 100), some(64, 100), 10], some(300, 600), "adam"),
         ([128, some(64, 128), some(800, 1000)], some(500, 700), "sgd"),  # many classes
-        # Most of it is the batch, which needs no gradient.
+        # Most of it is the batch, which doesn't need a gradient.
         ([some(1450, 1550), some(75, 85), 10], some(440, 460), "sgd"),
-        # The gradient of a weight that is larger than what flows.
+        # The gradient of a weight that's larger than the activations.
         ([some(250, 260), some(1000, 1050), 10], some(60, 68), "sgd"),
     ]
 
 
 def _peak(sizes: Sequence[int], batch_size: int, name: str) -> Moment:
-    """The fullest moment of a step, counted: the second of two, so that Adam has its state."""
+    """The fullest moment of a step, counted in the second of two, so that Adam has its state."""
     (gpu,) = devices.lab(1)
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
@@ -106,13 +110,13 @@ def _peak(sizes: Sequence[int], batch_size: int, name: str) -> Moment:
 
 
 def _peak_hint(yours: float, peak: Moment) -> str:
-    """When the peak is and what it consists of, beside the nearest confusion of units."""
+    """When the peak is and what it consists of, or which units were confused."""
     held = ", ".join(
         f"{cause} {format_bytes(size)}" for cause, size in peak.by_cause.items() if size
     )
     hint = f"The peak is in {peak.phase}, at {peak.operation}. There are then: {held}."
     if abs(yours * _FLOAT_BYTES / peak.total_bytes - 1) < 0.05:
-        return f"Yours are numbers; a float32 has 4 bytes. {hint}"
+        return f"You counted numbers; a float32 has 4 bytes. {hint}"
     return hint
 
 
@@ -139,7 +143,7 @@ def accumulate_over_ranks(answer: Callable[..., None]) -> dict[str, str]:
             expect_one_micro_batch(largest, max(sizes[rank]), held, f"{given}, on rank {rank}")
             others = [f"{name} of {size}" for name, size in calls if size < weight.numel()]
             shown[f"rank {rank}, {len(sizes[rank])} micro-batches"] = (
-                f"gradients sent {sent} time; besides: {', '.join(others) or 'nothing'}; "
+                f"gradients sent {sent} time; otherwise: {', '.join(others) or 'nothing'}; "
                 f"largest forward {largest} of {sum(sizes[rank])} samples"
             )
     return shown
@@ -153,7 +157,8 @@ def _accumulate(
     weight: torch.Tensor,
 ) -> tuple[torch.Tensor | None, int, list[tuple[str, int]], int, int]:
     """On a rank: the gradient, how often DDP sent, all collectives, the largest forward, and the
-    most graphs of earlier forwards that there were at one."""
+    most graphs of earlier forwards that were alive during one.
+    """
     model = WatchedLinear(7, 1, bias=False)
     model.weight.data.copy_(weight)
     parallel = DistributedDataParallel(model)
@@ -180,7 +185,7 @@ def _judge_rank(
     others = [(name, size) for name, size in calls if size < gradient.numel()]
     if sent == 0 or by_hand > 0:
         raise Wrong(
-            yours=f"DDP sent gradients {sent} times, and your own code {max(by_hand, 0)} times",
+            yours=f"DDP sent gradients {sent} times, your own code {max(by_hand, 0)} times",
             expected="DDP sends them once",
             hint="Run the last backward outside of no_sync, and its forward, too.",
         )
@@ -223,7 +228,7 @@ _UNIT_BYTES = _BATCH * _WIDTH * _FLOAT_BYTES
 
 
 def _peak_units(layers: Sequence[int], chosen: Sequence[int]) -> int:
-    """The most layer outputs at once, with the two that flow back; see the exercise's text."""
+    """The most layer outputs at once, including the two in backward; see the exercise's text."""
     held = most = 0
     for stage, count in enumerate(layers):
         most = max(most, held + count)
@@ -240,13 +245,13 @@ def fit_a_budget(answer: Callable[[list[int], int, int], Any]) -> dict[str, str]
         stages = range(len(layers))
         sets = [set(c) for size in range(len(layers) + 1) for c in combinations(stages, size)]
         peaks = [_peak_units(layers, tuple(chosen)) for chosen in sets]
-        # Everything fits in the second case, nothing in the third, and in the fourth the fewest
-        # stages are not the fewest layers; else a choice is needed.
+        # Everything fits in the second case, and nothing in the third; in the fourth, the fewest
+        # stages aren't the fewest layers. In the others, a choice is needed.
         units = random.choice(sorted(set(peaks))[:-1] or peaks)
         units = {1: peaks[0], 2: min(peaks) - 1, 3: 17}.get(number, units)
         fits = [c for c, peak in zip(sets, peaks, strict=True) if peak <= units]
         budget = units * _UNIT_BYTES
-        given = f"layers {layers}, {format_bytes(_UNIT_BYTES)} an output, {format_bytes(budget)}"
+        given = f"layers {layers}, {format_bytes(_UNIT_BYTES)} per output, {format_bytes(budget)}"
         with for_input(given, "Return the indices of the stages to checkpoint, or None."):
             yours = answer(list(layers), _UNIT_BYTES, budget)
             if fits:
@@ -256,25 +261,30 @@ def fit_a_budget(answer: Callable[[list[int], int, int], Any]) -> dict[str, str]
             elif yours is not None:
                 least = format_bytes(min(peaks) * _UNIT_BYTES)
                 hint = "No choice fits: return None. With every stage checkpointed the peak is "
-                raise Wrong(yours=repr(yours), expected="None", hint=f"{hint}{least}.")
+                raise Wrong(
+                    yours=repr(yours),
+                    expected="None",
+                    hint=f"{hint}{least}: checkpointed or not, all outputs of a stage are there "
+                    "when backward reaches it.",
+                )
     return shown
 
 
 def _in_words(layers: Sequence[int], chosen: set[int]) -> str:
-    """A choice, with what a real step of it needs."""
+    """A choice, with what a real step needs."""
     peak, again = _run_stages(layers, chosen)
     return f"stages {sorted(chosen)}: {format_bytes(peak)}, {again} layers computed twice"
 
 
 def _judge_choice(yours: Any, layers: Sequence[int], budget: int, fits: Sequence[set[int]]) -> str:
-    """What the choice needs, run; raises Wrong where that is too much."""
+    """Run the choice; returns what it needs, or raises Wrong if that's too much."""
     if yours is None:
         fitting = min(fits, key=lambda chosen: sum(layers[stage] for stage in chosen))
         raise Wrong(
             yours="None",
             expected=f"a choice that fits, such as {_in_words(layers, fitting)}",
             hint="The sum over all stages may be above it: backward frees a stage before it "
-            "brings the one before it back.",
+            "recomputes the previous one.",
         )
     indices = list(yours) if isinstance(yours, set | frozenset | list | tuple | range) else None
     whole = indices is not None and all(type(i) is int for i in indices)
@@ -284,18 +294,18 @@ def _judge_choice(yours: Any, layers: Sequence[int], budget: int, fits: Sequence
     fewest = min(sum(layers[stage] for stage in chosen) for chosen in fits)
     peak, again = _run_stages(layers, set(indices))
     chose = _in_words(layers, set(indices))
-    # Half an output is room for the parameters' gradients, which the budget does not count.
+    # Half an output leaves room for the parameters' gradients, which the budget doesn't count.
     if peak > budget + _UNIT_BYTES // 2:
         raise Wrong(
             yours=chose,
             expected=f"at most {format_bytes(budget)}, as with {_in_words(layers, fits[0])}",
-            hint="Over the budget. When backward reaches a stage, all of its outputs are there.",
+            hint="Over the budget. When backward reaches a stage, all its outputs are in memory.",
         )
     if again > fewest:
         raise Wrong(
             yours=chose,
             expected=f"{fewest} layers computed twice",
-            hint="It fits, and so does a choice that computes less. Consider which stages come late.",
+            hint="It fits, but so does a choice that recomputes less. Consider which stages come late.",
         )
     return chose
 
@@ -323,7 +333,7 @@ def _run_stages(layers: Sequence[int], chosen: set[int]) -> tuple[int, int]:
                 output = checkpoint(stage, output, use_reentrant=False)
             else:
                 output = stage(output)
-        loss, output = output.sum(), batch  # the last output is not held while backward runs
+        loss, output = output.sum(), batch  # the last output isn't held while backward runs
         loss.backward()
 
     (peak,) = peaks_during(step, [gpu])

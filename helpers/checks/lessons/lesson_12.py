@@ -26,7 +26,7 @@ _STEPS = 2
 
 @exercise("12.1", "ZeRO-1's step")
 def zero1_step(answer: Callable[..., None]) -> dict[str, str]:
-    # The second size does not divide by the number of ranks.
+    # The second size isn't divisible by the number of ranks.
     layers = (random.randint(2, 5) * 4, random.randint(1, 4) * 4 + 1)
     net = nn.Sequential(nn.Linear(8, layers[0]), nn.Tanh(), nn.Linear(layers[0], layers[1]))
     batches = [
@@ -51,16 +51,16 @@ def zero1_step(answer: Callable[..., None]) -> dict[str, str]:
         if kept:
             raise Wrong(
                 yours=f"{kept} gradients are still there on rank {rank}",
-                expected="no gradient in any of parameters",
+                expected="no gradient in any parameter",
                 given=given,
-                hint="The next backward adds to what is left in .grad: set it to None.",
+                hint="The next backward adds to what's left in .grad: set it to None.",
             )
         _judge_collectives(calls, sizes, rank, given)
     names = [name for name, _ in results[0][1][1]]
     pairs = [pair for steps, _ in results for pair in zip(steps, expected, strict=True)]
     apart = max((yours - wanted).abs().max().item() for yours, wanted in pairs)
     return {
-        "a step calls": f"{names.count('reduce_scatter') // _STEPS} reduce-scatters and "
+        "one step calls": f"{names.count('reduce_scatter') // _STEPS} reduce-scatters and "
         f"{names.count('all_gather') // _STEPS} all-gathers for {len(sizes)} parameters",
         "from one process": f"{apart:.0e}",
     }
@@ -79,7 +79,7 @@ def _before(net: nn.Module, expected: Sequence[torch.Tensor], step: int) -> torc
 
 
 def _alone(net: nn.Module, batches: Sequence[Any]) -> list[torch.Tensor]:
-    """The parameters of one process on the whole batch, after each step; ``net`` stays."""
+    """A single process's parameters on the whole batch, after each step; ``net`` isn't changed."""
     state = {name: value.clone() for name, value in net.state_dict().items()}
     optimizer, after = _optimizer(net.parameters()), []
     for x, y in batches:
@@ -131,19 +131,21 @@ def _zero1_hint(
     names = {name for name, _ in calls}
     if torch.equal(yours, before):
         return (
-            "The parameters have not changed. The optimizer steps when the shards have their "
-            "gradients; then what is gathered is written into parameter.data."
+            "The parameters haven't changed. The optimizer steps once the shards have their "
+            "gradients; then what's gathered is written into parameter.data."
         )
     if "all_gather" not in names:
-        return "A rank has updated its own parts only. The other parts come with an all-gather."
+        return "A rank has only updated its own parts. The other parts come from an all-gather."
     ratio = ((yours - before).norm() / (wanted - before).norm()).item()
     if abs(ratio - _RANKS) < 0.05:
         return f"The step is {_RANKS} times too large: a sum over the ranks, not their average."
     if abs(ratio - 1 / _RANKS) < 0.05 / _RANKS:
-        return f"The step is {_RANKS} times too small: averaged_part has divided by the ranks."
+        return (
+            f"The step is {_RANKS} times too small: averaged_part has already divided by the ranks."
+        )
     if not names & {"reduce_scatter", "all_reduce"}:
         return "Each rank has used its own gradient. All ranks' gradients must be averaged."
-    return f"The step is {ratio:.2f} times as long as the right one."
+    return f"The step is {ratio:.2f} times as large as the right one."
 
 
 def _judge_collectives(
@@ -158,7 +160,7 @@ def _judge_collectives(
                 expected=f"at most {allowed.get(name, 0)} in {_STEPS} steps",
                 given=given,
                 hint=(
-                    "An all-reduce is both halves: a rank would get all of it, and need a quarter. "
+                    "An all-reduce does both halves: a rank would get all of it, but needs a quarter. "
                     if name == "all_reduce"
                     else ""
                 )
@@ -179,8 +181,8 @@ def what_to_wrap(answer: Callable[[list[int], int], Any]) -> dict[str, str]:
             for places in combinations(range(1, count), cuts)
         ]
         least, most = _gathered_at_once(layers, every[-1]), sum(layers)
-        # Too little for any choice, enough for one unit, just enough for each layer alone, else
-        # something in between.
+        # Too little for any choice, enough for one unit, just enough for each layer alone, and
+        # otherwise something in between.
         budget = {1: least - mib, 2: most, 3: least}.get(
             number, random.randint(least // mib, most // mib) * mib
         )
@@ -201,7 +203,7 @@ def what_to_wrap(answer: Callable[[list[int], int], Any]) -> dict[str, str]:
 
 
 def _gathered_at_once(layers: Sequence[int], units: Sequence[int]) -> int:
-    """The most that is gathered at once: a unit, and the one after it."""
+    """The most that's gathered at once: a unit, and the next one."""
     ends = [0, *accumulate(units)]
     sizes = [sum(layers[a:b]) for a, b in pairwise(ends)]
     return max([*sizes, *(a + b for a, b in pairwise(sizes))])
@@ -214,7 +216,7 @@ def _judge_units(
     best = next(choice for choice in fits if len(choice) == fewest)
     as_best = f"{best}: {format_bytes(_gathered_at_once(layers, best))} at once"
     if yours is None:
-        hint = "There is a choice that fits: cut more."
+        hint = "There is a choice that fits: make more units."
         raise Wrong(yours="None", expected=as_best, hint=hint)
     whole = isinstance(yours, list | tuple) and all(type(n) is int and n > 0 for n in yours)
     if not whole or sum(yours) != len(layers):
@@ -228,13 +230,13 @@ def _judge_units(
         raise Wrong(
             yours=f"{list(yours)}: {format_bytes(at_once)} at once",
             expected=as_best,
-            hint="Over the budget. The next unit is gathered while one computes: add neighbors.",
+            hint="Over the budget. The next unit is gathered while one computes: add up neighbors.",
         )
     if len(yours) > fewest:
         raise Wrong(
             yours=f"{list(yours)}: {len(yours)} units",
             expected=f"{fewest} units, as {as_best}",
-            hint="It fits, and so does a choice with fewer gathers.",
+            hint="It fits, but so does a choice with fewer gathers.",
         )
 
 
@@ -249,9 +251,9 @@ def which_batch(answer: Callable[[int, float, float], float]) -> dict[str, str]:
         with for_input(given, "Return the tokens as one number."):
             yours = answer(gpus, flop_per_s, bytes_per_s)
             expect_number(yours, "a number of tokens")
-        # Two bytes to gather and two operations a token, for each parameter: they cancel.
+        # Per parameter, two bytes to gather and two operations per token: they cancel.
         wanted = (gpus - 1) / gpus * flop_per_s / bytes_per_s
-        # A whole number of tokens, rounded up, is an answer too.
+        # A whole number of tokens, rounded up, is also an answer.
         if not abs(yours - wanted) <= max(0.01 * wanted, 1):
             raise Wrong(
                 yours=f"{yours:,.1f} tokens",
@@ -265,17 +267,18 @@ def which_batch(answer: Callable[[int, float, float], float]) -> dict[str, str]:
 
 def _tokens_hint(ratio: float, gpus: int) -> str:
     ratios = {
-        "Twice too many. A parameter in bfloat16 has 2 bytes, and a multiplication and an addition "
+        "Twice as many as needed. A parameter in bfloat16 has 2 bytes, and a multiplication and an addition "
         "count as two operations.": 2.0,
         "Half of it. A parameter in bfloat16 has 2 bytes.": 0.5,
-        "A GPU has its own part already: it gets (gpus - 1)/gpus of the layer.": gpus / (gpus - 1),
-        "That is for all of a step. Forward alone takes 2 operations a parameter and token.": 1 / 3,
+        "A GPU already has its own part: it gets (gpus - 1)/gpus of the layer.": gpus / (gpus - 1),
+        "That is for the whole step. Forward alone takes 2 operations per parameter and token.": 1
+        / 3,
     }
     return hint_by_value(
         ratio,
         ratios,
         f"Yours is {ratio:.3g} times the right number. Set the gather's seconds, (gpus - 1)/gpus x "
-        "2 bytes a parameter, equal to the forward's, 2 operations a parameter and token.",
+        "2 bytes per parameter, equal to the forward's, 2 operations per parameter and token.",
     )
 
 
@@ -297,10 +300,10 @@ def fill_from_checkpoint(answer: Callable[[Any, Path], None]) -> dict[str, str]:
                         yours=yours,
                         expected=saved,
                         given=f"{given}, rank {rank}",
-                        hint="The model is as it was before: dcp.load fills the tensors of the "
-                        "dictionary that it is given. Are they the model's own?"
+                        hint="The model hasn't changed: dcp.load fills the tensors of the "
+                        "dictionary that it's given. Are they the model's own?"
                         if torch.equal(yours, untouched)
-                        else "The numbers are not the checkpoint's.",
+                        else "The values aren't the checkpoint's.",
                     )
                 if gathers:
                     raise Wrong(
@@ -326,7 +329,9 @@ def _whole(net: nn.Module) -> torch.Tensor:
 
 
 class _GathersOfParameters(CollectiveObserver):
-    """Counts them, and not those of Python objects, such as a checkpoint's plans: those are bytes."""
+    """Counts all-gathers of parameters, not of Python objects, such as a checkpoint's plans, which
+    are bytes.
+    """
 
     count = 0
 
@@ -348,7 +353,7 @@ def _fill_on_rank(
     with _GathersOfParameters() as gathered:
         try:
             answer(net, folder)
-        except CheckpointException as error:  # its own text only names the ranks
+        except CheckpointException as error:  # its own message only names the ranks
             reasons = {str(reason) for reason, _ in error.failures.values()}
             raise ValueError("; ".join(sorted(reasons))) from error
     return _whole(net), before, _whole(other), gathered.count

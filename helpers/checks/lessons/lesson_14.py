@@ -17,7 +17,7 @@ from vgpu.profiling import EagerDispatchMode, OperatorLog
 
 @exercise("14.1", "The groups of a mesh")
 def groups_of(answer: Callable[[tuple[int, ...], int], list[list[int]]]) -> dict[str, Any]:
-    meshes = [((2, 4), 1), ((2, 4), 0), ((2, 3, 2), 1), ((4, 1, 2), 1)]
+    meshes = [((2, 4), 1), ((2, 4), 0), ((2, 3, 2), 1), ((4, 1, 2), 1), ((4, 2, 8), 1)]
     sizes = tuple(random.choice((2, 3, 4)) for _ in range(3))
     meshes += [(sizes, dimension) for dimension in range(3)]
     for sizes, dimension in meshes:
@@ -39,14 +39,21 @@ def groups_of(answer: Callable[[tuple[int, ...], int], list[list[int]]]) -> dict
         "meshes": len(meshes),
         "the last one": f"{sizes}, dimension {dimension}: {len(expected)} groups, the first "
         f"{expected[0]}",
+        "stuck, of the 64 GPUs": ", ".join(
+            f"rank {rank} waits for rank 21"
+            for group in _as_groups(answer((4, 2, 8), 1))
+            if 21 in group
+            for rank in group
+            if rank != 21
+        ),
     }
 
 
 def _as_groups(yours: Any) -> list[list[int]]:
-    """As lists of numbers, whatever holds them: tensors too. Without groups of ranks, empty."""
+    """The groups as lists of numbers, also from tensors; empty if there are no groups of ranks."""
     try:
         return [[int(rank) for rank in group] for group in yours]
-    except (TypeError, ValueError, RuntimeError):  # not to be gone through, or no numbers in it
+    except (TypeError, ValueError, RuntimeError):  # not iterable, or not numbers
         return []
 
 
@@ -54,9 +61,9 @@ def _hint_for_groups(
     groups: list[list[int]], expected: list[list[int]], sizes: Sequence[int], dimension: int
 ) -> str:
     if not groups:
-        return "Return a list of groups, each a list of ranks, as [[0, 1], [2, 3]]."
+        return "Return a list of groups, each a list of ranks, such as [[0, 1], [2, 3]]."
     if sorted(map(sorted, groups)) == sorted(expected):
-        return "The right ranks are together; in each group they come in rising order."
+        return "The right ranks are together; in each group, they must be in ascending order."
     if {len(group) for group in groups} != {sizes[dimension]}:
         return f"Each group of this dimension has {sizes[dimension]} ranks, its size."
     turned = len(sizes) - 1 - dimension
@@ -71,15 +78,17 @@ def _hint_for_groups(
 @exercise("14.2", "The running softmax")
 def attend(answer: Callable[[torch.Tensor, Iterator[Any]], torch.Tensor]) -> dict[str, Any]:
     largest = 0.0
-    # exp overflows from 89 on. Scores of some ten thousand would be rounded so far from each other
-    # that right answers differ by more than wrong ones.
+    # exp overflows at 89. Scores of about ten thousand would be rounded so coarsely that right
+    # answers differ by more than wrong ones.
     for scale in (1.0, 20.0):
         lengths = [random.randint(8, 16) for _ in range(random.randint(3, 5))]
         given_query = scale * torch.randn(2, 3, 12, 8)
         blocks = [(scale * torch.randn(2, 3, n, 8), torch.randn(2, 3, n, 8)) for n in lengths]
-        if scale > 1:  # the highest score comes last, and then first
+        if scale > 1:  # the highest score comes last, then first
             blocks.sort(key=lambda block: (given_query @ block[0].mT).amax().item())
-        below = [(-keys.abs(), values) for keys, values in blocks]  # 0 is no score to start from
+        below = [
+            (-keys.abs(), values) for keys, values in blocks
+        ]  # a highest score of 0 is a wrong start
         turns = (given_query, blocks), (given_query, blocks[::-1]), (given_query.abs(), below)
         for query, order in turns:
             keys, values = (torch.cat(parts, dim=-2) for parts in zip(*order, strict=True))
@@ -100,15 +109,15 @@ def attend(answer: Callable[[torch.Tensor, Iterator[Any]], torch.Tensor]) -> dic
                     yours=f"a tensor of {seen.numel} numbers",
                     expected=f"at most {room}, the scores of the largest block",
                     given=given,
-                    hint="The values are right, but blocks are put together. Take one at a time.",
+                    hint="The values are right, but blocks are concatenated. Take one at a time.",
                 )
-            if max(held, default=0) > 2:  # a loop holds the one before, and may hold a copy of it
+            if max(held, default=0) > 2:  # a loop holds the previous one, and possibly a copy of it
                 raise Wrong(
                     yours=f"{max(held)} blocks held at once",
                     expected="one, while it is needed",
                     given=given,
                     hint="The values are right, but blocks are kept. They come once: carry along "
-                    "what is known so far, and let each go.",
+                    "what's known so far, and drop each block.",
                 )
             largest = max(largest, seen.numel / (2 * 3 * 12 * keys.size(-2)))
     return {
@@ -182,11 +191,11 @@ def balanced(answer: Callable[[int, int], Sequence[int]]) -> dict[str, Any]:
         if sorted(chunk for chunks in held for chunk in chunks) != list(range(2 * ranks)):
             raise Wrong(
                 yours=dealt,
-                expected=f"each of the chunks 0 to {2 * ranks - 1} on one rank, two on each",
+                expected=f"each of the chunks 0 to {2 * ranks - 1} on one rank, two per rank",
                 given=given,
-                hint="A chunk that nobody holds is missing, and one held twice is computed twice.",
+                hint="A chunk that no rank holds is missing, and one held twice is computed twice.",
             )
-        # Chunk i meets itself, half of it masked, and the i chunks before it.
+        # Chunk i attends to itself, half masked, and to the i chunks before it.
         work = [sum(chunk + 0.5 for chunk in chunks) for chunks in held]
         mean = sum(work) / ranks
         if max(work) > mean or any(len(chunks) != 2 for chunks in held):
@@ -211,9 +220,9 @@ def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) ->
     operations = {}
     device = devices.lab(1)[0]
     for tokens in (10, 1000, random.randint(100, 300)):
-        # As many for 10 tokens as for 1000: a loop over experts is within the budget.
+        # Equally many for 10 tokens as for 1000; a loop over experts is within the budget.
         experts = 4 if tokens in (10, 1000) else 8
-        chosen = (torch.rand(tokens) ** 2 * experts).long()  # low numbers come more often
+        chosen = (torch.rand(tokens) ** 2 * experts).long()  # low numbers are more frequent
         capacity = math.ceil(1.25 * tokens / experts)
         if tokens == 10:
             chosen, capacity = torch.tensor([1, 0, 1, 1, 3, 1, 0, 3, 1, 0]), 2
@@ -231,7 +240,7 @@ def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) ->
                 yours=f"a tensor of {yours.dtype}",
                 expected="a tensor of torch.bool",
                 given=given,
-                hint="A comparison gives booleans.",
+                hint="A comparison returns booleans.",
             )
         expected = _first_come(chosen, capacity).to(device)
         expect_equal(yours, expected, given=given, hint=_hint_for_capacity(yours, expected))
@@ -249,7 +258,7 @@ def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) ->
             yours=f"{asked.count} tensors read back from {device}",
             expected="none",
             given=given,
-            hint="The values are right. But .tolist(), .cpu() and nonzero() make the host wait for the "
+            hint="The values are right, but .tolist(), .cpu() and nonzero() make the host wait for the "
             "GPU: count there.",
         )
     return {
@@ -275,8 +284,8 @@ def _hint_for_capacity(yours: Any, expected: torch.Tensor) -> str:
         return "Create it where chosen is: device=chosen.device."
     if int(yours.sum()) == int(expected.sum()):
         return (
-            "The right number is kept, but the wrong ones: an expert keeps those that come first."
+            "The right number is kept, but the wrong tokens: an expert keeps those that come first."
         )
     if int(yours.sum()) > int(expected.sum()):
-        return "Too many are kept: count from 1, and each expert takes capacity tokens, no more."
+        return "Too many are kept: count from 1, and each expert takes at most capacity tokens."
     return "Too few are kept: an expert takes its first tokens even if more come later."

@@ -1,4 +1,4 @@
-"""Checks of lesson 15: a training run on paper, a layout for 64 GPUs, a checkpoint interval, a defence."""
+"""Checks of lesson 15: a training run on paper, a layout for 64 GPUs, a checkpoint interval, a defense."""
 
 import functools
 import math
@@ -14,7 +14,7 @@ from vgpu.tables import Table
 from vgpu.units import format_bytes, format_seconds
 
 ROOM = 0.85
-"""Of a GPU's memory, what tensors may take: the allocator needs some of the rest."""
+"""The fraction of a GPU's memory that tensors may take: the allocator needs some of the rest."""
 
 
 @exercise("15.1", "A training run on paper")
@@ -59,32 +59,32 @@ def _estimate(given: dict[str, Any]) -> tuple[float, float]:
 def _estimate_hints(yours: Any, given: dict[str, Any]) -> tuple[str, str]:
     days, state = _estimate(given)
     of_days = {
-        "Attention is missing: 12 · layers · width · sequence FLOPs a token.": _estimate(
+        "Attention is missing: 12 · layers · width · sequence FLOPs per token.": _estimate(
             {**given, "width": 0}
         )[0],
-        "That is attention's forward alone: with backward it is 12, not 4.": _estimate(
+        "That is only attention's forward: with backward, it's 12, not 4.": _estimate(
             {**given, "width": given["width"] / 3}
         )[0],
-        "That is half of attention: what is behind the causal mask counts as well, by convention, "
-        "so it is 12, not 6.": _estimate({**given, "width": given["width"] / 2})[0],
-        "That is forward alone: backward takes twice as much.": days / 3,
+        "That is half of attention: by convention, what the causal mask hides counts as well, "
+        "so it's 12, not 6.": _estimate({**given, "width": given["width"] / 2})[0],
+        "That is only the forward: backward takes twice as much.": days / 3,
         "These are seconds; a day has 86,400.": days * 86_400,
         "These are hours; a day has 24.": days * 24,
         "No GPU reaches its peak: the model FLOPs utilization is missing.": days * given["mfu"],
         "That is one GPU's time: all of them compute together.": days * given["gpus"],
     }
     of_state = {
-        "Nothing is sharded here: divide by the GPUs.": state * given["gpus"],
+        "Nothing is sharded here: divide by the number of GPUs.": state * given["gpus"],
         "Parameters are 4 of the 16 bytes: gradients and Adam's two averages are the rest.": state
         / 4,
-        "Gradients are missing: 16 bytes a parameter, not 12.": state * 3 / 4,
-        "That is the mixed variant without its float32 copy: 16 bytes a parameter.": state / 2,
+        "Gradients are missing: 16 bytes per parameter, not 12.": state * 3 / 4,
+        "That is mixed precision without its float32 copy: 16 bytes per parameter.": state / 2,
         "These are GB; return bytes.": state / 1e9,
         "These are GiB; return bytes.": state / 2**30,
     }
-    otherwise = "FLOPs a token · tokens / (GPUs · peak · MFU), in days."
+    otherwise = "FLOPs per token · tokens / (GPUs · peak · MFU), in days."
     hint_of_days = hint_by_value(yours[0], of_days, otherwise, within=0.005)
-    otherwise = "16 bytes a parameter, over all GPUs."
+    otherwise = "16 bytes per parameter, divided by all GPUs."
     return hint_of_days, hint_by_value(yours[1], of_state, otherwise, within=0.005)
 
 
@@ -92,17 +92,17 @@ def _expect_near(yours: float, expected: float, within: float, unit: str, hint: 
     if not abs(yours / expected - 1) <= within:
         raise Wrong(
             yours=f"{yours:,.4g} {unit}",
-            expected=f"{expected:,.4g} {unit}, give or take {within:.0%}",
+            expected=f"{expected:,.4g} {unit}, within {within:.0%}",
             hint=hint,
         )
 
 
 TARGET = 1.15
-"""Times as fast as ``_as_on_256``."""
+"""The required speed, relative to ``_as_on_256``."""
 
 
 def _as_on_256() -> Plan:
-    """The layout of the published training on 256 GPUs, on a quarter of them."""
+    """The layout of the published training run on 256 GPUs, on a quarter of them."""
     return Plan(LLAMA["70B"], Layout(dp_shard=8, tp=8), batch=8, recompute="full")
 
 
@@ -111,7 +111,7 @@ def layout(answer: Plan) -> dict[str, Any]:
     if not isinstance(answer, Plan):
         raise Wrong(
             yours=f"{answer!r}",
-            expected="a Plan of Llama 70B on 64 H100s",
+            expected="a Plan for Llama 70B on 64 H100s",
             given="Llama 70B, 64 H100s",
             hint='Plan(LLAMA["70B"], Layout(dp_shard=..., tp=...), batch=...).',
         )
@@ -122,19 +122,19 @@ def layout(answer: Plan) -> dict[str, Any]:
         target = TARGET * _step_of(_as_on_256()).tokens_per_s()
         step = _expect_speed(answer, target)
     return {
-        "tokens/s a GPU": f"{step.tokens_per_s():.0f}; asked were {target:.0f}",
+        "tokens/s per GPU": f"{step.tokens_per_s():.0f}; required: {target:.0f}",
         "allocated": f"{format_bytes(_allocated(step))} of "
         f"{format_bytes(ROOM * answer.spec.memory_bytes)}",
-        "a step": f"{format_seconds(step.seconds())}: {_where(step)}",
+        "one step": f"{format_seconds(step.seconds())}: {_where(step)}",
     }
 
 
 def _expect_speed(plan: Plan, least: float) -> ExtrapolatedStep:
-    """The plan's step; raises Wrong for fewer tokens/s a GPU than ``least``."""
+    """The plan's step; raises Wrong for fewer tokens/s per GPU than ``least``."""
     step = _step_of(plan)
     if step.tokens_per_s() < least:
         raise Wrong(
-            yours=f"{step.tokens_per_s():,.0f} tokens/s a GPU ({_where(step)})",
+            yours=f"{step.tokens_per_s():,.0f} tokens/s per GPU ({_where(step)})",
             expected=f"at least {least:,.0f}",
             hint=_slow_hint(step),
         )
@@ -146,15 +146,15 @@ def _slow_hint(step: ExtrapolatedStep) -> str:
     waiting = sum(waits.values()) / step.seconds()
     if waiting > 0.15:
         return (
-            f"The GPU waits for {waiting:.0%} of the step: a smaller tp, or more tokens a GPU, "
+            f"The GPU waits for {waiting:.0%} of the step: a smaller tp, or more tokens per GPU, "
             "hides more."
         )
     if step.plan.recompute == "full":
         return (
-            "It computes all the time, and a fourth of that a second time: make room to "
+            "It computes all the time, but a quarter of that is recomputation: make room to "
             "recompute less."
         )
-    return "Little is computed twice and little waited for: what is left of memory, tokens fill."
+    return "There's little recomputation and little waiting: fill the remaining memory with tokens."
 
 
 @exercise("15.3", "The checkpoint interval")
@@ -182,22 +182,22 @@ def best_interval(answer: Callable[..., Any]) -> dict[str, Any]:
             wrong = {
                 "That is for one GPU: with more of them, one fails sooner.": for_one_gpu_s,
                 "Half an interval is lost, not a whole one: a factor of 2 is missing.": whole_lost_s,
-                "That is the time between failures: many checkpoints belong in it.": between_s,
-                "The root is missing.": 2 * checkpoint_s * between_s,
+                "That is the time between failures, which should contain many checkpoints.": between_s,
+                "The square root is missing.": 2 * checkpoint_s * between_s,
             }
-            otherwise = "Too often: it writes more than it loses."
+            otherwise = "Too often: writing costs more than failures do."
             if yours > best:
-                otherwise = "Too rarely: more is computed again than writing would cost."
-            share = f", {lasts(yours):.1%} lasts" if 0 < yours < 50 * between_s else ""
+                otherwise = "Too rarely: repeating lost work costs more than writing would."
+            share = f", {lasts(yours):.1%} is useful" if 0 < yours < 50 * between_s else ""
             raise Wrong(
                 yours=f"every {yours:,.0f} s{share}",
-                expected=f"at least {most - 0.001:.1%} lasts",
+                expected=f"at least {most - 0.001:.1%} is useful",
                 given=given,
                 hint=hint_by_value(yours, wrong, otherwise),
             )
     return {
-        "the last one": f"{given}: every {format_seconds(yours)}, {lasts(yours):.2%} of the time lasts",
-        "the most that can last": f"{most:.2%}",
+        "the last one": f"{given}: every {format_seconds(yours)}, {lasts(yours):.2%} of the time is useful",
+        "the most that can be useful": f"{most:.2%}",
     }
 
 
@@ -216,7 +216,7 @@ class _Task(NamedTuple):
         )
 
     def plan(self, tp: int = 1, batch: int = 1) -> Plan:
-        """Sharded over all GPUs but those of ``tp``, with full recomputation."""
+        """A plan sharded over all GPUs except those of ``tp``, with full recomputation."""
         return Plan(
             self.sizes,
             Layout(dp_shard=self.gpus // tp, tp=tp),
@@ -229,13 +229,13 @@ class _Task(NamedTuple):
         )
 
     def best_tokens_per_s(self) -> float:
-        """Tokens/s a GPU of the fastest of three recipes among those that fit."""
+        """Tokens/s per GPU of the fastest of three recipes, among those that fit."""
         plans = (self.plan(), self.plan(batch=4), self.plan(tp=4))
         return max(_step_of(plan).tokens_per_s() for plan in plans if _fits(plan))
 
 
-# Sizes of Code Llama 34B, Llama 2 13B and Llama 3 8B, on clusters of nobody's. On the first any of
-# the recipes will do; the second needs more tokens a GPU, and on the third they only fit with tp.
+# Sizes of Code Llama 34B, Llama 2 13B and Llama 3 8B, on invented clusters. On the first, any
+# recipe will do; the second needs more tokens per GPU, and on the third they only fit with tp.
 _TASKS = (
     _Task(TransformerSizes(48, 8192, 64, 8, 22_016, 32_000), 4096, 48, 8, "H200", "RoCE 400"),
     _Task(TransformerSizes(40, 5120, 40, 40, 13_824, 32_000), 4096, 32, 4, "A100", "Ethernet 100"),
@@ -244,7 +244,7 @@ _TASKS = (
     ),
 )
 DEFENDED = 0.7
-"""Of the speed of the fastest recipe, what a layout must reach."""
+"""The fraction of the fastest recipe's speed that a layout must reach."""
 
 
 @exercise("15.4", "Defend a layout")
@@ -266,10 +266,10 @@ def defend(answer: Callable[..., Any]) -> dict[str, Any]:
             speed = step.tokens_per_s()
             _expect_near(state_bytes, state, 0.05, "bytes of state", _state_hint(state_bytes, plan))
             hint = _speed_hint(tokens_per_s, step)
-            _expect_near(tokens_per_s, speed, 0.25, "tokens/s a GPU", hint)
+            _expect_near(tokens_per_s, speed, 0.25, "tokens/s per GPU", hint)
         shown[given] = (
             f"{plan.layout}, batch {plan.batch}: {format_bytes(_allocated(step))} allocated, "
-            f"{tokens_per_s:,.0f} tokens/s a GPU expected, {speed:,.0f} in virtual time, "
+            f"{tokens_per_s:,.0f} tokens/s per GPU expected, {speed:,.0f} in virtual time, "
             f"{speed / best:.0%} of the course's choice"
         )
     return shown
@@ -281,14 +281,14 @@ def _state_hint(mine: float, plan: Plan) -> str:
         return "Gradients come and go: parameters and Adam's state are 12 bytes, not 16."
     if math.isclose(mine, 12 * count, rel_tol=0.05):
         return "Divide by the number of GPUs that share one copy."
-    return "12 bytes a parameter, over dp_shard times tp."
+    return "12 bytes per parameter, divided by dp_shard times tp."
 
 
 def _speed_hint(mine: float, step: ExtrapolatedStep) -> str:
     plan = step.plan
     at_peak = plan.spec.tensor_flop_per_s / estimate.flop_per_token(plan.sizes, plan.sequence)
     if math.isclose(mine, at_peak, rel_tol=0.1):
-        return "That is the whole peak: arithmetic reaches half of it."
+        return "That is the full peak: arithmetic reaches half of it."
     if math.isclose(mine, at_peak / 2 * plan.layout.ranks, rel_tol=0.4):
         return "Tokens/s of one GPU, not of all."
     if plan.recompute == "full" and math.isclose(mine, at_peak / 2, rel_tol=0.05):
@@ -299,10 +299,10 @@ def _speed_hint(mine: float, step: ExtrapolatedStep) -> str:
 def _same_task(plan: Plan, wanted: Plan) -> None:
     if plan.layout.pp > 1:
         raise Wrong(
-            yours=f"a layout of {plan.layout.pp} stages",
+            yours=f"a layout with {plan.layout.pp} stages",
             expected="dp_replicate × dp_shard × tp, without stages",
-            hint="A pipeline may well do it: predict(plan) says so. This check records few layers, "
-            "and stages do not divide those as they do the whole.",
+            hint="A pipeline may well do it, and predict(plan) can tell. But this check records only a "
+            "few layers, and stages don't divide those as they do the whole model.",
         )
     names = ("sizes", "sequence", "gpus_per_host", "network")
     wrong = [name for name in names if getattr(plan, name) != getattr(wanted, name)]
@@ -314,8 +314,8 @@ def _same_task(plan: Plan, wanted: Plan) -> None:
         raise Wrong(
             yours=f"a plan for something else: {', '.join(wrong)}",
             expected=f"{wanted.layout.ranks} {wanted.spec.name.removeprefix('Virtual ')}, and the "
-            "model, sequence, hosts and network that were asked for",
-            hint="dp_replicate × dp_shard × tp are all GPUs, and the plan names what it is for.",
+            "given model, sequence, hosts and network",
+            hint="dp_replicate × dp_shard × tp must be all GPUs, and the plan must match the task.",
         )
 
 
@@ -331,9 +331,9 @@ def _check_room(plan: Plan) -> None:
             yours=f"{format_bytes(_allocated(_step_of(plan)))} allocated\n{causes}",
             expected=f"at most {format_bytes(ROOM * plan.spec.memory_bytes)}",
             hint="A larger dp_shard makes parameters, state and gradients smaller; fewer sequences, a "
-            "larger tp or more recomputation the activations."
+            "larger tp or more recomputation make the activations smaller."
             if plan.reshard_after_forward
-            else "With reshard_after_forward=False what is gathered stays until backward.",
+            else "With reshard_after_forward=False, what's gathered stays until backward.",
         )
 
 

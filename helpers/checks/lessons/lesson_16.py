@@ -26,7 +26,7 @@ def launch_delays(answer: Callable[[list[Row]], list[float]]) -> dict[str, Any]:
 
 
 def _launches(count: int) -> tuple[list[Row], list[float]]:
-    """Rows in no order, with kernels of two streams, a copy, and a call that launches nothing."""
+    """Rows in random order, with kernels on two streams, a copy, and a call that launches nothing."""
     rows: list[Row] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "python"}}]
     numbers = random.sample(range(100, 999), count + 1)
     at, kernels = float(random.randint(0, 50)), []
@@ -77,11 +77,11 @@ def _delay_hint(yours: list[float], rows: list[Row]) -> str:
 
     right = [delay(row) for row in kernels]
     if yours == [delay(row, from_start=True) for row in kernels]:
-        return "A launch ends at ts + dur: the delay counts from there."
+        return "A launch ends at ts + dur: measure the delay from there."
     if len(yours) != len(right):
         return "Kernels only: one number for each row of category kernel, none for copies."
     if sorted(yours) == sorted(right):
-        return "The same numbers in another order: sort the kernels by their ts."
+        return "The right numbers in the wrong order: sort the kernels by ts."
     return "Its launch is the one with the same correlation, not the one before it in the list."
 
 
@@ -101,11 +101,11 @@ def _short(rows: Sequence[Row]) -> str:
 
 _FAULTS = ("item", "gather", "straggler", "launches", "loader", "bubble")
 _ASKED = {
-    "item": "waits in a step",
-    "gather": "ms of a step",
+    "item": "waits per step",
+    "gather": "ms per step",
     "straggler": "the rank",
     "launches": "share of the time in which GPU 0 computes",
-    "loader": "ms for a batch",
+    "loader": "ms per batch",
     "bubble": "share of the time in which GPU 0 doesn't compute",
 }
 
@@ -120,7 +120,7 @@ def six_faults(answer: Any) -> dict[str, Any]:
     shown = {}
     for letter, trace in traces.items():
         given = f"trace {letter}"
-        with for_input(given, "Give the fault's name and a number."):
+        with for_input(given, "Return the fault's name and a number."):
             fault, number = answer[letter]
             number = float(number)
         if fault not in _FAULTS:
@@ -140,7 +140,7 @@ def six_faults(answer: Any) -> dict[str, Any]:
         if abs(number - found) > within:
             raise Wrong(
                 yours=f"{fault}, {number:g}",
-                expected=f"{fault}, and another number: {_ASKED[fault]}",
+                expected=f"{fault}, but a different number: {_ASKED[fault]}",
                 given=given,
                 hint=_number_hint(fault, number, found, trace.timeline),
             )
@@ -149,8 +149,8 @@ def six_faults(answer: Any) -> dict[str, Any]:
 
 
 def evidence(fault: str, timeline: Timeline) -> float:
-    """The number that 16.2 asks for."""
-    computes = timeline.utilisation("vgpu:0")
+    """The number that exercise 16.2 asks for."""
+    computes = timeline.utilization("vgpu:0")
     if fault == "item":
         return _value_waits(timeline) / faulty_traces.STEPS
     if fault == "gather":
@@ -170,7 +170,7 @@ def _value_waits(timeline: Timeline) -> int:
 
 
 def _alone_s(timeline: Timeline, rank: int) -> float:
-    """For how long a GPU runs a collective, from its own rank's arrival, and computes nothing."""
+    """How long a GPU runs collectives, from its own rank's arrival on, without computing."""
     gpu = f"vgpu:{rank}"
     spans = [
         event if event.ready_s is None else event._replace(start_s=event.ready_s)
@@ -180,7 +180,7 @@ def _alone_s(timeline: Timeline, rank: int) -> float:
 
 
 def _why_not(fault: str, timeline: Timeline) -> str:
-    """What of the trace speaks against a fault that it does not have."""
+    """Evidence from the trace against a fault that it doesn't have."""
     busy = [timeline.busy_s(f"vgpu:{rank}") for rank in timeline.ranks]
     names = {event.name for event in timeline.of("vgpu:0") if event.kind == "collective"}
     if fault == "item":
@@ -196,8 +196,8 @@ def _why_not(fault: str, timeline: Timeline) -> str:
         )
     if fault == "loader":
         spent = evidence("loader", timeline) if timeline.host_ranges[0].kind == "work" else 0.0
-        return f"A batch takes {spent:.1f} ms to come, a step {_step_ms(timeline):.1f} ms."
-    return "Does the next kernel start right behind its launch, and is the host's row without gaps?"
+        return f"A batch takes {spent:.1f} ms to arrive, a step {_step_ms(timeline):.1f} ms."
+    return "Does the next kernel start right after its launch, and is the host's row without gaps?"
 
 
 def _step_ms(timeline: Timeline) -> float:
@@ -209,18 +209,18 @@ def _number_hint(fault: str, number: float, found: float, timeline: Timeline) ->
         return "It is the rank whose GPU computes longest, and whose collectives are shortest."
     steps = faulty_traces.STEPS
     wrong = {
-        "That is of all three steps.": found * steps,
-        "That is the other share: one minus it.": 1 - found
+        "That is for all three steps.": found * steps,
+        "That is the other share: one minus the right one.": 1 - found
         if fault in ("launches", "bubble")
         else -1,
         "In percent; give a share, from 0 to 1.": 100 * found,
         "In µs; give ms.": 1000 * found,
         "In seconds; give ms.": found / 1000,
-        "That includes what overlaps with kernels: only where GPU 0 computes nothing.": (
+        "That includes what overlaps with kernels: count only while GPU 0 computes nothing.": (
             timeline.copying_s("vgpu:0") * 1e3 / steps
         ),
     }
-    otherwise = "reading(six[letter], rank=0) has it, or what it is made of."
+    otherwise = "reading(six[letter], rank=0) has it, or what you need for it."
     return hint_by_value(number, wrong, otherwise, within=0.03)
 
 
@@ -235,7 +235,7 @@ def one_page(answer: Callable[[list[Row]], list[Row]]) -> dict[str, Any]:
             names = [row["args"].get("mark") for row in rows if row["ph"] == "X"]
         if traces != before:
             raise Wrong(
-                yours="the given traces are changed",
+                yours="the given traces, modified",
                 expected="new rows",
                 given=given,
                 hint="Copy each row before you change it: {**row, ...}.",
@@ -247,7 +247,7 @@ def one_page(answer: Callable[[list[Row]], list[Row]]) -> dict[str, Any]:
                 given=given,
                 hint="All rows of all ranks, with their args.",
             )
-        with for_input(given, "Rows keep what they have: ph, pid, ts, and so on."):
+        with for_input(given, "Rows keep their keys: ph, pid, ts, and so on."):
             _check_page(rows, traces, given)
     return {
         "the last one": f"{given}: {len(rows)} rows, {len({row['pid'] for row in rows})} processes"
@@ -255,7 +255,7 @@ def one_page(answer: Callable[[list[Row]], list[Row]]) -> dict[str, Any]:
 
 
 def _trace() -> Row:
-    """One rank's, with the process numbers and arrows that every rank has."""
+    """One rank's trace, with the process ids and arrow ids that all ranks use."""
     base = 1_700_000_000_000_000_000 + random.randint(0, 10**6) * 1000
     rows: list[Row] = []
     for pid, name in ((0, "python"), (77, "python")):
@@ -302,7 +302,7 @@ def _check_page(rows: list[Row], traces: list[Row], given: str) -> None:
     if len(set().union(*pids)) < sum(map(len, pids)):
         raise Wrong(
             yours="ranks with a pid in common",
-            expected="processes of their own for each rank",
+            expected="separate processes for each rank",
             given=given,
             hint="GPU 0 of every rank has pid 0: number the pairs of rank and pid.",
         )
@@ -319,7 +319,7 @@ def _check_names(rows: list[Row], pids: set[Any], rank: int, given: str) -> None
             yours=f"processes of rank {rank} are named {names}",
             expected=f"names that begin with 'rank {rank}: '",
             given=given,
-            hint="Rows named process_name have it in args, and their pid is that of the other rows.",
+            hint="Rows named process_name have it in args, with the same pid as the other rows.",
         )
 
 
@@ -335,21 +335,21 @@ def _check_arrows(rows: list[Row], pids: list[set[Any]], given: str) -> None:
                 yours=f"an arrow with the id {name!r}",
                 expected="a whole number",
                 given=given,
-                hint="Perfetto drops arrows whose id is no whole number.",
+                hint="Perfetto drops arrows whose id isn't a whole number.",
             )
         if sorted(end for end, _ in ends) != ["f", "s"] or len({rank for _, rank in ends}) > 1:
             raise Wrong(
-                yours=f"{len(ends)} ends of the arrow {name!r}",
+                yours=f"{len(ends)} ends of arrow {name!r}",
                 expected="a start and an end, of one rank",
                 given=given,
-                hint="Each rank counts its ids from 1: make them different.",
+                hint="Each rank counts its ids from 1: make them unique.",
             )
 
 
 def _clock_hint(yours: float, own: float, later_ns: float) -> str:
     values = {
         "Nanoseconds are not microseconds: divide by 1000.": own + later_ns,
-        "That is the rank's own clock: baseTimeNanoseconds says when it began.": own,
+        "That is the rank's own clock: baseTimeNanoseconds says when it started.": own,
         "Later clocks have larger times on the common one: add the difference.": own
         - later_ns / 1e3,
     }
@@ -380,7 +380,7 @@ _PLACES = ("load", "forward", "backward", "step")
 
 
 def _history(count: int) -> list[Row]:
-    """Allocations at few addresses, used again and again; it ends below its peak."""
+    """Allocations at a few addresses that are reused again and again; ends below its peak."""
     trace: list[Row] = [_entry("free_requested", 9, 512), _entry("free_completed", 9, 512)]
     trace.append(_entry("segment_alloc", 0, 20 * 2**20))
     live: dict[int, int] = {}
@@ -429,13 +429,13 @@ def _peak_hint(yours: dict[str, int], trace: list[Row]) -> str:
     right = sum(_held(trace, at_end=False).values())
     everything = sum(entry["size"] for entry in trace if entry["action"] == "alloc")
     if yours == _held(trace, at_end=True):
-        return "That is what is held in the end: copy what lives at the peak."
+        return "That's what is held at the end: take a copy of what's held at the peak."
     if yours == _held(trace, at_end=False, outermost=True):
-        return "Frames begin with the innermost: frames[0]."
+        return "Frames start with the innermost: frames[0]."
     if sum(yours.values()) == everything:
-        return "That is all that was ever allocated: a free ends a block."
+        return "That's everything that was ever allocated: a free ends a block."
     if sum(yours.values()) > everything:
-        return "Segments are what blocks are cut from: only alloc and free_completed count."
+        return "Blocks are parts of segments: only alloc and free_completed count."
     if sum(yours.values()) == right:
         return "The bytes are right, but not whose they are: add up each name's blocks."
     return "A block lives from its alloc to the free_completed of the same address."

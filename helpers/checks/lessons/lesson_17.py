@@ -1,4 +1,4 @@
-"""Checks of lesson 17: stochastic rounding, ranks until a percent, the layer that breaks, a recipe."""
+"""Checks of lesson 17: stochastic rounding, how many ranks to a percent, the layer that breaks, a recipe."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -51,7 +51,7 @@ def _judge_rounding(yours: torch.Tensor, low: float, high: float, share: float, 
             yours=f"{others[0].item():.6g} among the results",
             expected=f"{low:g} or {high:g}, the two neighbors",
             given=given,
-            hint="Set all 16 lower bits to zero before the cast to bfloat16: else it rounds again.",
+            hint="Set all 16 lower bits to zero before the cast to bfloat16, or it rounds again.",
         )
     found = (yours == high).double().mean().item()
     # 40,000 draws: three standard deviations are below 0.7 %.
@@ -59,16 +59,14 @@ def _judge_rounding(yours: torch.Tensor, low: float, high: float, share: float, 
         if share == 0:
             hint = (
                 "bfloat16 has this number, so it must stay as it is. Set the lower 16 bits to zero "
-                "before the cast to bfloat16, or it rounds once more."
+                "before the cast to bfloat16, or it rounds again."
             )
         elif found in (0.0, 1.0):
-            hint = "All are rounded the same way. Each number needs a random number of its own."
+            hint = "All are rounded the same way. Each number needs its own random number."
         elif abs(found - 0.5) < 0.015:
-            hint = "Up and down equally often. The nearer neighbor must come more often."
+            hint = "Up and down are equally frequent. The nearer neighbor must come more often."
         else:
-            hint = (
-                "The random number must go from 0 to 65,535: as far as the bits that are dropped."
-            )
+            hint = "The random number must go from 0 to 65,535, like the bits that are dropped."
         raise Wrong(
             yours=f"{found:.1%} rounded to {high:g}",
             expected=f"{share:.1%}",
@@ -109,7 +107,7 @@ def ranks_until(answer: Callable[[torch.Tensor, float], Any]) -> dict[str, str]:
 def _until(
     parts: torch.Tensor, most: float, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[int | None, list[float]]:
-    """The first number of ranks that is off by more, and the errors of all."""
+    """The first number of ranks whose error is larger, and all errors."""
     rough, exact, errors = parts[0].to(dtype), parts[0].double(), []
     for count, part in enumerate(parts, start=1):
         if count > 1:
@@ -123,12 +121,12 @@ def _ranks_hint(yours: Any, expected: int | None, parts: torch.Tensor, most: flo
     if isinstance(yours, int) and isinstance(expected, int) and yours == expected - 1:
         return "One too few: a list counts from 0, and the first part is one rank's."
     if yours is None:
-        return "It does become that large, if each partial sum is in bfloat16."
+        return "It does become that large if each partial sum is in bfloat16."
     if yours == _until(parts.bfloat16().float(), most, torch.float32)[0]:
-        return "Only the parts are rounded. It takes each partial sum in bfloat16, too."
+        return "Only the parts are rounded. Each partial sum must be in bfloat16, too."
     if expected is None:
-        return "It never is more than that. Return None after the last rank."
-    return "Compare after each rank: the bfloat16 sum and the float64 sum of as many parts."
+        return "It's never more than that. Return None after the last rank."
+    return "Compare after each rank: the bfloat16 sum and the float64 sum of equally many parts."
 
 
 @exercise("17.3", "The layer that one scale breaks")
@@ -159,7 +157,7 @@ def worst_layer(answer: Callable[[dict[str, torch.Tensor]], Any]) -> dict[str, s
                 yours=f"{name}, {share:.4f}",
                 expected=f"{worst}, {shares[worst]:.4f}",
                 given=given,
-                hint="Count only what was not 0 before, and divide by as many."
+                hint="Count only what wasn't 0 before, and divide by the number of those."
                 if (activations[worst] == 0).any()
                 else "Divide what becomes 0 by all nonzero numbers of the layer.",
             )
@@ -168,11 +166,11 @@ def worst_layer(answer: Callable[[dict[str, torch.Tensor]], Any]) -> dict[str, s
 
 
 def _some_layers(breaks: int) -> dict[str, torch.Tensor]:
-    """A large layer that is no problem, an outlier that is none, one with zeros, and the one that breaks."""
+    """A large layer and an outlier, neither a problem, one with zeros, and the one that breaks."""
     made = [torch.randn(64, 96) for _ in range(5)]
     made[0] *= 1e6  # all large: the scale takes care of it
-    made[1][3, 5] = 500.0  # an outlier that float8 stands
-    made[2] = made[2].relu()  # half are zeros already
+    made[1][3, 5] = 500.0  # an outlier that float8 can handle
+    made[2] = made[2].relu()  # half are already zeros
     made[3] *= 1e-6  # all small
     made[breaks][:, 7] = 1.0 + torch.rand(64)
     made[breaks][5, 7] = random.uniform(2e5, 4e5)
@@ -188,12 +186,12 @@ def _share_lost(x: torch.Tensor) -> float:
 
 def _layer_hint(name: str, activations: Mapping[str, torch.Tensor]) -> str:
     if name == max(activations, key=lambda each: activations[each].abs().amax().item()):
-        return "The largest numbers alone break nothing: a scale brings them to 448."
+        return "Large numbers alone break nothing: a scale brings them to 448."
     if name == min(activations, key=lambda each: activations[each].abs().amax().item()):
-        return "Small numbers alone break nothing: each layer has a scale of its own."
+        return "Small numbers alone break nothing: each layer has its own scale."
     if (activations[name] == 0).any():
-        return "Most of its zeros were 0 before the cast. Count those that were not."
-    return "Scale each layer by its own largest number, cast, and count what has become 0."
+        return "Most of its zeros were 0 before the cast. Count those that weren't."
+    return "Scale each layer by its own largest number, cast, and count what became 0."
 
 
 _RECIPES = ("bfloat16", "tensor", "row", "block of 32")
@@ -212,11 +210,11 @@ def choose_recipe(answer: Callable[..., Any]) -> dict[str, str]:
             weight[:, 5] *= 1e6
             x[:, 5] *= 1e-6  # a channel that the weight makes large: only blocks help
         errors = {recipe: _error_of(x, weight, recipe) for recipe in _RECIPES}
-        # Between two errors, so that rounding decides nothing.
+        # Between two errors, so that rounding doesn't matter.
         ordered = sorted(errors.values())
         most = 0.5 * ordered[0] if number == 3 else random.choice(_gaps(ordered))
         times_s = dict(zip(random.sample(_RECIPES, 4), random.sample(_TIMES_S, 4), strict=True))
-        if number == 0:  # all are good enough, and the fastest comes last
+        if number == 0:  # all are good enough, and the fastest is last
             most, times_s = 1.0, dict(zip(_RECIPES, reversed(_TIMES_S), strict=True))
         expected = next(
             (r for r in sorted(times_s, key=times_s.__getitem__) if errors[r] <= most), None
@@ -239,7 +237,7 @@ def choose_recipe(answer: Callable[..., Any]) -> dict[str, str]:
 
 
 def _gaps(ordered: list[float]) -> list[float]:
-    """Limits that lie well between two errors."""
+    """Limits that are well between two errors."""
     return [
         (a * b) ** 0.5 for a, b in zip(ordered, [*ordered[1:], 2.0], strict=True) if b > 1.05 * a
     ]
@@ -274,4 +272,4 @@ def _recipe_hint(
         return "Return one of the names in times_s, or None."
     if errors[yours] > most:
         return "It is off by more than that. Round both factors, multiply, then compare products."
-    return "Good enough, and another one that is good enough is faster."
+    return "Good enough, but another one that's good enough is faster."

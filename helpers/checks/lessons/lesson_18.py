@@ -59,9 +59,9 @@ def _hint_for_cache(found: float, right: int, sizes: TransformerSizes, tp: int, 
         "Keys and values: two numbers, not one.": right / 2,
         "That is for all GPUs together; each has some heads only.": right * tp,
         "The cache has key-value heads, fewer than the heads of queries.": right * group,
-        "A number of so many bits has bits / 8 bytes.": right * 8,
+        "A number with that many bits has bits / 8 bytes.": right * 8,
         "A number takes as many bits as given, not always 16.": right * 16 / bits,
-        "Every layer has a cache of its own.": right / sizes.layers,
+        "Every layer has its own cache.": right / sizes.layers,
     }
     return hint_by_value(
         found, {hint: value for hint, value in wrong.items() if value != right},
@@ -79,10 +79,10 @@ def draw_from_split_vocabulary(answer: Callable[..., Any]) -> dict[str, Any]:
         best[:2] = torch.tensor([words - 1, 0])  # the last rank's last word, the first rank's first
         each = words // ranks
         own = each * torch.arange(ranks) + torch.randint(each, (batch, ranks))
-        logits.scatter_(1, own, 20.0)  # on each rank a word that noise alone does not find
+        logits.scatter_(1, own, 20.0)  # on each rank, a word that noise alone wouldn't find
         logits[torch.arange(batch), best] += 40
 
-        # Inside the check, so that it travels by value: the ranks need not import the checks.
+        # Inside the check, so that it's pickled by value: the ranks needn't import the checks.
         def split(
             rank: int, world_size: int, answer: Any, logits: torch.Tensor, noise: torch.Tensor
         ) -> tuple[Any, list[tuple[str, int]]]:
@@ -107,7 +107,7 @@ def draw_from_split_vocabulary(answer: Callable[..., Any]) -> dict[str, Any]:
             if spent > 2 * 8 * batch * ranks:
                 raise Wrong(
                     yours=f"{format_bytes(spent)} in {len(calls)} collectives",
-                    expected=f"at most two numbers a sequence from each rank, {2 * 8 * batch * ranks} B",
+                    expected=f"at most two numbers per sequence from each rank, {2 * 8 * batch * ranks} B",
                     given=where,
                     hint="The words are right, but over the budget: choose on each rank first.",
                 )
@@ -122,12 +122,12 @@ def _hint_for_draw(drawn: Any, expected: torch.Tensor, bests: torch.Tensor, word
     if not isinstance(drawn, torch.Tensor) or drawn.shape != expected.shape:
         return "Return a tensor with one number for each sequence, (B,)."
     if drawn.dtype != torch.int64:
-        return "Return the words' numbers as int64: an index, not a value."
+        return "Return the words' indices as int64, not values."
     if torch.equal(drawn, expected % words):
         return "An index counts from its rank's own first word: add rank * V/n."
     if (drawn.unsqueeze(-1) == bests).any(-1).all():
         return "Each rank's best is right; which rank has the best of all?"
-    return "Take the largest of logits + noise on each rank, then the largest of these."
+    return "Take the largest of logits + noise on each rank, then the largest of those."
 
 
 @exercise("18.3", "The batch that meets a latency")
@@ -148,7 +148,7 @@ def batch_that_meets_a_latency(answer: Callable[..., Any]) -> dict[str, Any]:
         right = max(0, int(min(time_bytes, room_bytes) // each))
         given = (
             f"{format_seconds(limit_s)}, {context} tokens, weights {format_bytes(weight_bytes)}, "
-            f"cache {format_bytes(cache_bytes)} a token, {format_bytes(memory_bytes)}, 2.68 TB/s"
+            f"cache {format_bytes(cache_bytes)} per token, {format_bytes(memory_bytes)}, 2.68 TB/s"
         )
         with for_input(given):
             found = answer(limit_s, context, weight_bytes, cache_bytes, memory_bytes, bytes_per_s)
@@ -169,16 +169,16 @@ def _hint_for_batch(
     found: float, right: int, time_bytes: float, room_bytes: float, each: float
 ) -> str:
     if found < 0:
-        return "Where not even the weights fit, or are read in time, the answer is 0."
+        return "If not even the weights fit, or can be read in time, the answer is 0."
     if found == right and not isinstance(found, int):
         return "The number is right; return an integer."
     if found in (time_bytes / each, room_bytes / each) or right < found <= right + 1:
-        return "Round down: one more sequence would be too late, or would not fit."
+        return "Round down: one more sequence would be too late, or wouldn't fit."
     if found == int(time_bytes // each) > right:
-        return "So many are in time, but their caches do not fit into the memory."
+        return "That many are in time, but their caches don't fit into memory."
     if found == max(0, int(room_bytes // each)) > right:
-        return "So many fit, but reading their caches takes longer than the limit."
-    return "What is read or held: the weights once, and a cache for each sequence."
+        return "That many fit, but reading their caches takes longer than the limit."
+    return "What is read and held: the weights once, and a cache per sequence."
 
 
 BUDGET = 256
@@ -186,7 +186,7 @@ BUDGET = 256
 
 @exercise("18.4", "Prefill that starves nobody")
 def prefill_that_starves_nobody(answer: Callable[..., Any]) -> dict[str, Any]:
-    # Short prompts keep coming, so shortest first never comes to the long one.
+    # Short prompts keep coming, so shortest-first never gets to the long one.
     server = Server(LLAMA["8B"])
     long_prompt = random.randint(8_000, 10_000)
     requests = [Request(0.0, long_prompt, 5)]
@@ -200,7 +200,7 @@ def prefill_that_starves_nobody(answer: Callable[..., Any]) -> dict[str, Any]:
         prompts = [g.prompt_left for g in generations if g.prompt_left]
         most_prompts = max(most_prompts, len(prompts))
         with for_input(
-            f"{given}; prompts left {prompts}, {len(generations) - len(prompts)} generate"
+            f"{given}; prompts left {prompts}, {len(generations) - len(prompts)} decoding"
         ):
             _check_forward(tokens, generations)
         return list(tokens)
@@ -248,18 +248,18 @@ def _check_forward(tokens: Any, generations: Sequence[Generation]) -> None:
     if sum(tokens) > BUDGET:
         raise Wrong(
             yours=f"{sum(tokens)} tokens", expected=f"at most {BUDGET} in a forward",
-            hint="Those that decode count, too. Share only what they leave.",
+            hint="Those that decode count, too. Divide only what they leave.",
         )  # fmt: skip
     if starved := [g for n, g in prompts if n == 0]:
         raise Wrong(
             yours=f"a prompt with {starved[0].prompt_left} tokens left gets none",
-            expected="some tokens for each prompt that waits",
-            hint="It can wait a long time like this. Give each prompt a share of the forward.",
+            expected="some tokens for each waiting prompt",
+            hint="It could wait a long time like this. Give each prompt a share of the forward.",
         )
     possible = min(BUDGET, len(generations) - len(prompts) + sum(g.prompt_left for _, g in prompts))
     if sum(tokens) < possible - len(prompts):
         raise Wrong(
             yours=f"a forward of {sum(tokens)} tokens",
-            expected=f"{possible}: there are as many to compute, and the budget allows them",
+            expected=f"{possible}: there are that many to compute, and the budget allows them",
             hint="A prompt that needs less than its share leaves the rest to the others.",
         )

@@ -9,17 +9,17 @@ from vgpu.launch.call_sites import is_library
 
 
 @pytest.mark.parametrize("path", [helpers.checks.on_ranks.__file__, core.__file__, exam.__file__])
-def test_the_course_s_own_files_are_neither_the_learner_s_nor_a_library_s(path):
+def test_the_courses_own_files_are_neither_the_learners_nor_a_librarys(path):
     assert not is_library(path) and not blame.is_learners(path)
 
 
 @pytest.mark.parametrize("path", ["<cell 1>", "/tmp/ipykernel_7/2718281828.py", "train.py"])
-def test_cells_and_scripts_are_the_learner_s(path):
+def test_cells_and_scripts_are_the_learners(path):
     assert blame.is_learners(path) and not is_library(path)
 
 
-def test_a_wrong_answer_is_reported_at_the_learners_line_although_a_package_raised():
-    """The error came from a compiled package's own folder, which the checks once forgot."""
+def test_an_error_raised_in_a_package_is_reported_at_the_learners_line():
+    """The error came from a compiled package's folder, which the checks used to miss."""
     names = {}
     source = "def pick(numbers):\n    raise LookupError('no such row')\n"
     exec(compile(source, "/usr/lib64/python3.13/site-packages/frames/pick.py", "exec"), names)

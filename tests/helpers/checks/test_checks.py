@@ -18,9 +18,9 @@ def own_progress(tmp_path, monkeypatch):
 @pytest.fixture
 def doubled(monkeypatch):
     """An exercise that exists for one test: double a random tensor."""
-    # All of them: what is first imported in this test would be forgotten with it.
+    # Import all of them: what's first imported in this test would be forgotten with it.
     monkeypatch.setattr(core, "_exercises", {item.id: item for item in exercises()})
-    # Checks stand in the package; these ones stand here, and are no learner's code either.
+    # Checks are in the package; these are here, but aren't learners' code, either.
     monkeypatch.setattr(blame, "_COURSE", (*blame._COURSE, Path(__file__).parent))
 
     @exercise("99.1", "double it")
@@ -45,7 +45,7 @@ def learner(source):
 
 @pytest.mark.usefixtures("doubled")
 class TestVerdicts:
-    def test_a_right_answer_is_right(self):
+    def test_a_right_answer_is_judged_right(self):
         assert evaluate("99.1", lambda x: x + x).status == "right"
 
     def test_a_wrong_answer_gets_yours_expected_given_and_a_hint(self):
@@ -56,12 +56,12 @@ class TestVerdicts:
         assert "yours" in str(outcome) and "twice, not squared" in outcome._repr_html_()
 
     @pytest.mark.parametrize("answer", [..., (1, ...), {"a": ...}])
-    def test_an_ellipsis_is_not_attempted(self, answer):
+    def test_an_ellipsis_counts_as_not_attempted(self, answer):
         assert evaluate("99.1", answer).status == "not attempted"
 
     @pytest.mark.parametrize("begun", ["", "    y = x\n"])
     @pytest.mark.parametrize("exercise_id", ["99.1", "99.2"])
-    def test_a_bare_not_implemented_is_not_attempted(self, exercise_id, begun):
+    def test_a_bare_not_implemented_error_counts_as_not_attempted(self, exercise_id, begun):
         answer = learner(f"def answer(x):\n{begun}    raise NotImplementedError\n")
         assert evaluate(exercise_id, answer).status == "not attempted"
 
@@ -69,7 +69,7 @@ class TestVerdicts:
         answer = learner('def answer():\n    """What to do."""\n    raise NotImplementedError\n')
         assert evaluate("99.1", answer).status == "not attempted"
 
-    def test_a_not_implemented_error_of_torch_is_wrong(self):
+    def test_a_not_implemented_error_from_torch_counts_as_wrong(self):
         answer = learner("def answer(x):\n    raise NotImplementedError('could not run')\n")
         assert evaluate("99.1", answer).status == "wrong"
 
@@ -89,7 +89,7 @@ class TestVerdicts:
         assert outcome.status == "wrong" and "positional argument" in outcome.error
         assert "stub's name and arguments" in outcome.hint
 
-    def test_an_error_comes_with_the_input_and_a_hint(self):
+    def test_an_error_is_shown_with_the_input_and_a_hint(self):
         answer = learner("def answer(x):\n    return x @ torch.ones(7)\n")
         outcome = evaluate("99.1", answer)
         assert outcome.given.startswith("answer(x=tensor([") and "shape" in outcome.hint
@@ -97,7 +97,7 @@ class TestVerdicts:
         assert own.given == "ones" and own.hint == "look at the sizes"
         assert "line 2 of your cell" in own.error
 
-    def test_a_wrong_without_an_input_gets_that_of_its_block(self):
+    def test_a_wrong_without_an_input_gets_the_input_of_its_block(self):
         outcome = evaluate("99.2", lambda x: x)
         assert (outcome.given, outcome.hint) == ("ones", "look at the sizes")
 
@@ -120,7 +120,7 @@ class TestVerdicts:
         (second,) = [row for row in rows if "in line 2" in row]
         assert second.index("in line 2") == column and second[:column].isspace()
 
-    def test_a_value_is_refused_where_a_function_belongs(self):
+    def test_a_value_is_refused_if_a_function_is_expected(self):
         outcome = evaluate("99.1", torch.ones(2))
         assert outcome.status == "wrong" and "function itself" in outcome.hint
 
@@ -136,7 +136,7 @@ def test_evaluate_refuses_an_unknown_exercise():
         evaluate("seven", 3)
 
 
-def test_expect_equal_takes_no_bool_for_a_number():
+def test_expect_equal_does_not_take_a_bool_for_a_number():
     expect_equal(1, 1)
     with pytest.raises(Wrong):
         expect_equal(True, 1)

@@ -1,4 +1,4 @@
-"""Values in words: what differs never reads the same, and the largest difference has its place."""
+"""Values as text: different values never read the same, and the largest difference is located."""
 
 import math
 
@@ -65,7 +65,7 @@ def test_difference_says_where_the_largest_is(yours, expected, phrases):
     assert bool(said) == bool(phrases)
 
 
-def test_describe_shows_large_values_by_their_kind():
+def test_describe_shows_large_values_by_kind():
     batch = {"images": torch.rand(4, 4), "where": torch.device("cpu"), "model": nn.Linear(3, 3)}
     shape = "a tensor of shape (4, 4), float32, on cpu"
     assert describe(batch) == f"{{'images': {shape}, 'where': cpu, 'model': a Linear}}"

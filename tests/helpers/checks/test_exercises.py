@@ -1,7 +1,7 @@
-"""Every exercise: the stub is not attempted, typical wrong answers fail, the solution passes.
+"""Every exercise: the stub counts as not attempted, typical wrong answers fail, the solution passes.
 
-Where trying an answer takes long, the first wrong one stands for the others and for those that are
-right in another way, which ``TESTS=all`` in the environment tries as well.
+If checking an answer takes long, only the first wrong one is tried; ``TESTS=all`` in the
+environment also tries the others, and alternative right answers.
 """
 
 import re
@@ -19,12 +19,12 @@ from teaching.judge import outcome_of
 EXERCISES = [
     (path, exercise_id) for path in lessons.NOTEBOOKS for exercise_id in lessons.exercise_ids(path)
 ]
-# Each answer starts ranks, or has networks measured.
+# Each answer starts ranks, or makes the check measure networks.
 LONG = (
     *("6.1", "6.2", "6.3", "6.5", "7.1", "7.2", "7.4", "8.3", "9.2", "11.2", "12.1", "12.4"),
     *("13.1", "13.2", "13.3", "13.4"),
 )
-# Right in another way, and close to a border that some draws of the check once crossed.
+# Right, but so close to a limit that some of the check's draws once crossed it.
 CLOSE_TO_A_BORDER = {
     "12.3": (
         "def tokens_to_hide(gpus, flop_per_s, bytes_per_s):\n"
@@ -67,7 +67,7 @@ def _lab_is_closed():
 
 
 @each_exercise
-def test_the_stub_alone_is_not_attempted(path, exercise_id):
+def test_the_unchanged_stub_counts_as_not_attempted(path, exercise_id):
     (stub,) = lessons.tagged(path, f"stub-{exercise_id}")
     assert outcome_of(path, exercise_id, stub.source).status == "not attempted"
 
@@ -76,11 +76,11 @@ def test_the_stub_alone_is_not_attempted(path, exercise_id):
 def test_the_folded_solution_passes(path, exercise_id):
     outcome = outcome_of(path, exercise_id, lessons.solution(path, exercise_id))
     assert outcome.status == "right", str(outcome)
-    assert outcome.achieved, "a right answer is shown what it did, beside the budget"
+    assert outcome.achieved, "the verdict on a right answer shows what it achieved"
 
 
 @pytest.mark.parametrize("exercise_id", [each for each in RIGHT if ALL or each not in LONG])
-def test_answers_that_are_right_in_another_way_pass(exercise_id):
+def test_right_answers_of_another_kind_pass(exercise_id):
     (path,) = (path for path, each in EXERCISES if each == exercise_id)
     for source in RIGHT[exercise_id]:
         outcome = outcome_of(path, exercise_id, source)

@@ -1,4 +1,4 @@
-"""A layer that notes how many of its forwards still hold what backward needs."""
+"""A layer that records how many of its forwards still hold what backward needs."""
 
 import torch
 
@@ -6,7 +6,7 @@ from helpers.checks.watchers import WatchedLinear
 
 
 def held_by(backward):
-    """What a layer notes at three forwards, after each of which ``backward(loss)`` is called."""
+    """What a layer records in three forwards, with ``backward(loss)`` called after each."""
     layer = WatchedLinear(3, 1)
     kept = [backward(layer(torch.ones(count, 3)).sum()) for count in (4, 5, 6)]
     assert layer.samples == [4, 5, 6]
@@ -23,5 +23,5 @@ def test_after_backward_a_kept_loss_holds_nothing():
     assert held_by(lambda loss: loss.backward() or loss) == [0, 0, 0]
 
 
-def test_a_graph_that_nobody_refers_to_is_not_held():
+def test_a_graph_without_references_is_not_held():
     assert held_by(lambda loss: loss.detach()) == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""The ledger can be searched and counted, and each claim leads to the cell that proves it."""
+"""The ledger can be searched and counted, and each claim links to the cell that proves it."""
 
 import json
 
@@ -22,7 +22,7 @@ def cell(kind, cell_id, source, *tags):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A ledger of three claims and two lessons; X1 is proved in both, and twice in its own."""
+    """A ledger with three claims and two lessons; X1 is proved in both, and twice in its own."""
     (tmp_path / "claims.yml").write_text(LEDGER, encoding="utf-8")
     first = [
         cell("markdown", "opening", "# Title\n\n```\n# no heading\n```"),
@@ -72,7 +72,7 @@ def test_counts_have_a_column_for_each_verdict_that_occurs(folder):
     assert table.rows == [["01", "", 1, "", 1], ["02", 1, "", 1, 2], ["all", 1, 1, 1, 3]]
 
 
-def test_counts_have_a_column_of_their_own_for_predictions(folder):
+def test_counts_have_a_separate_column_for_predictions(folder):
     ledger = claims.read(folder)
     ledger.append(claims.Claim("X4", "Two GPUs are slower", "predicted", "02", "By 5 %"))
     table = claims.counts(ledger)
@@ -81,7 +81,7 @@ def test_counts_have_a_column_of_their_own_for_predictions(folder):
     assert claims.search(ledger, verdict="predicted") == ledger[3:]
 
 
-def test_tables_link_what_is_proved(folder):
+def test_tables_link_to_the_cells_that_prove_claims(folder):
     ledger = claims.read(folder)
     listed = claims.listing(ledger)
     assert listed.caption == "3 claims" and claims.listing(ledger[:1]).caption == "1 claim"

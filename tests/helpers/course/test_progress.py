@@ -1,4 +1,4 @@
-"""The overview of lesson 00 is read from the lessons themselves."""
+"""The overview in lesson 00 is read from the lessons themselves."""
 
 import json
 
@@ -19,7 +19,7 @@ def test_every_lesson_is_listed_with_its_link_and_minutes():
         assert row[4].endswith(f"of {len(own)}") if own else row[4] == ""
 
 
-def test_routes_name_lessons_that_are_there_and_add_up_their_minutes(tmp_path):
+def test_routes_name_existing_lessons_and_add_up_their_minutes(tmp_path):
     for name, minutes in {"00_a": 15, "02_b": 50, "04_c": 30, "12_d": 60}.items():
         cells = [
             {"cell_type": "markdown", "metadata": {}, "source": "**Minutes:** 10"},
@@ -50,7 +50,7 @@ def test_overview_counts_solved_exercises_and_guesses(tmp_path, monkeypatch):
     assert course.overview(lessons.ROOT / "notebooks").rows[0][4:] == ("0 of 1", "")
 
 
-def test_go_on_names_the_next_exercise(tmp_path, monkeypatch):
+def test_the_progress_names_the_next_exercise(tmp_path, monkeypatch):
     monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path))
     order = [item.id for item in exercises()]
     assert f"exercise {order[0]} " in course.go_on()

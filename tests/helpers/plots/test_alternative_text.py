@@ -1,4 +1,4 @@
-"""Every figure carries alternative text, in JupyterLab, in exported HTML and on the site."""
+"""Every figure has alternative text, in JupyterLab, in exported HTML and on the site."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ PLOTS = sorted((lessons.ROOT / "helpers" / "plots").rglob("[a-z]*.py"))
 
 
 def shown(draw, monkeypatch):
-    """What a drawing function hands to the page."""
+    """What a drawing function displays."""
     pictures = []
     monkeypatch.setattr(style, "display", pictures.append)
     draw()
@@ -51,7 +51,7 @@ def test_show_refuses_a_label_as_alternative_text(alt):
 
 
 @pytest.mark.parametrize("path", PLOTS, ids=lambda path: path.stem)
-def test_plots_show_figures_through_style_show_only(path):
+def test_plots_show_figures_only_through_style_show(path):
     bare = [
         node.lineno
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -61,7 +61,7 @@ def test_plots_show_figures_through_style_show_only(path):
 
 
 @pytest.mark.parametrize("path", lessons.NOTEBOOKS, ids=lambda path: path.stem)
-def test_lessons_show_their_own_figures_with_a_text(path):
+def test_lessons_show_their_own_figures_with_alternative_text(path):
     for cell in lessons.cells(path):
         if cell.is_code:
             assert not re.search(r"\bplt\.|imshow\(|savefig\(", cell.source), (

@@ -1,4 +1,4 @@
-"""Figures, read through their alternative texts and what is drawn."""
+"""Figures, checked through their alternative texts and what's drawn."""
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -51,6 +51,11 @@ def test_memories_say_where_each_tensor_is(alts):
     y = x.to(gpus[1])
     plots.memories({"x": x, "y": y, "z": y}, gpus, copies=[("x", "y")])
     assert "x in main memory; y and z in the memory of GPU 1; an arrow from x to y" in alts[0]
+
+
+def test_where_layers_run_says_each_layers_gpu_and_samples(alts):
+    plots.where_layers_run({"Split layers": {("vgpu:1", "layer 1", 8), ("vgpu:0", "layer 0", 8)}})
+    assert "layer 0 on vgpu:0 sees 8 samples, layer 1 on vgpu:1 sees 8 samples" in alts[0]
 
 
 def test_network_lists_the_layers_as_they_run(alts):

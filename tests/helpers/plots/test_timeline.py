@@ -1,4 +1,4 @@
-"""The figure of a timeline: lanes, colours, and few bars for many kernels."""
+"""The figure of a timeline: lanes, colors, and few bars for many kernels."""
 
 import itertools
 
@@ -29,14 +29,14 @@ def test_every_gpu_has_a_lane_and_every_event_a_kind(recorded):
     lanes = lanes_of(recorded, host=True)
     assert list(lanes) == ["vgpu:0", "vgpu:1", "vgpu:2", "host"]
     assert lanes["vgpu:2"] == []
-    # relu() stands outside every module.
+    # relu() is outside of every module.
     kinds = {"copy", "forward", "backward", "other kernels"}
     assert {kind_of(e) for e in lanes["vgpu:0"]} == kinds
     assert list(lanes_of(recorded, devices=recorded.devices[1:2])) == ["vgpu:1"]
     assert {kind_of(e) for e in lanes["host"]} == {"wait"}
 
 
-def test_stretches_join_neighbours_of_one_kind(recorded):
+def test_stretches_join_neighbors_of_one_kind(recorded):
     events = lanes_of(recorded)["vgpu:0"]
     bars = stretches(events, gap_s=1.0)
     kinds = [kind for kind, _, _ in bars]
@@ -45,7 +45,7 @@ def test_stretches_join_neighbours_of_one_kind(recorded):
     assert len(stretches(events, gap_s=0.0)) >= len(bars)
 
 
-def test_stretches_keep_collectives_apart_that_follow_each_other(recorded):
+def test_stretches_keep_consecutive_collectives_apart(recorded):
     kernel = recorded.of("vgpu:0")[0]
     times = [(0.0, 1.0), (1.0, 2.0), (2.0, 2.01), (2.01, 2.02)]
     gathers = [kernel._replace(kind="collective", start_s=a, end_s=b) for a, b in times]
@@ -101,7 +101,7 @@ def test_timelines_share_one_scale(recorded, monkeypatch):
     assert "Two stages: " in alt and "One addition: " in alt and "host wait" in alt
 
 
-def test_lanes_of_joined_ranks_have_the_ranks_numbers():
+def test_lanes_of_joined_ranks_are_numbered_by_rank():
     devices = [torch.device("vgpu", index) for index in range(2)]
     joined = vgpu.Timeline("made by hand", devices, ranks=[0, 64])
     assert list(lanes_of(joined)) == ["rank 0", "rank 64"]
@@ -112,7 +112,7 @@ def test_lanes_of_joined_ranks_have_the_ranks_numbers():
 
 
 def test_a_stream_of_hairlines_has_no_lane():
-    """Its lane would look empty; the line under the title says that it is not there."""
+    """Its lane would look empty; the line below the title says that it's left out."""
     with vgpu.enable(1, gpu="K80"), vgpu.shapes_only():
         x, tiny = torch.ones(2**26, device="vgpu"), torch.ones(1, device="vgpu")
         with vgpu.record() as found:

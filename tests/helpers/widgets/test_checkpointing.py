@@ -13,24 +13,24 @@ def gpu():
     vgpu.disable()
 
 
-def test_segments_save_bytes_and_compute_all_but_the_last_again(gpu):
+def test_segments_save_bytes_and_recompute_all_but_the_last(gpu):
     plain, run = run_step(9, 1, gpu), run_step(9, 3, gpu)
     assert plain.calls == [1] * 9 and plain.recomputed == 0
     assert run.calls == [2] * 6 + [1] * 3 and run.recomputed == 6
     assert run.record.peak.total_bytes < 0.7 * plain.record.peak.total_bytes
 
 
-def test_the_last_segment_takes_the_layers_that_do_not_divide(gpu):
+def test_the_last_segment_takes_the_remaining_layers(gpu):
     assert run_step(10, 4, gpu).calls == [2] * 6 + [1] * 4
 
 
 @pytest.mark.parametrize("segments", [0, 6])
-def test_run_step_refuses_segments_that_cannot_be(gpu, segments):
+def test_run_step_refuses_impossible_segments(gpu, segments):
     with pytest.raises(ValueError, match="5 layers make 1 to 5 segments"):
         run_step(5, segments, gpu)
 
 
-def test_the_table_says_bytes_and_calls(gpu):
+def test_the_table_shows_bytes_and_calls(gpu):
     table = run_table(run_step(4, 1, gpu), run_step(4, 2, gpu))
     assert table.rows[0][3] == 4 and table.rows[1][3] == "6, 2 of them again"
     assert table.rows[1][0] == "2 segments" and table.rows[1][2].endswith("%")

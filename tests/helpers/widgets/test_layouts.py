@@ -7,7 +7,7 @@ from helpers.widgets.layouts import GPUS, answer, answer_table, plan_of
 from vgpu.plan import predict
 
 
-def test_dp_shard_takes_the_gpus_that_are_left():
+def test_dp_shard_takes_the_remaining_gpus():
     plan = plan_of(tp=4, dp_replicate=2, batch=1, recompute="full")
     assert (plan.layout.dp_replicate, plan.layout.dp_shard, plan.layout.tp) == (2, 8, 4)
     assert plan.layout.ranks == GPUS
@@ -20,7 +20,7 @@ def test_the_table_has_the_speed_and_the_bytes_of_the_prediction():
     few = found.steps[0]
     assert few.seconds == predict(few.plan).seconds
     table = answer_table(found, "InfiniBand NDR")
-    assert table.rows[0] == ("tokens/s a GPU", f"{found.tokens_per_s():,.0f}")
+    assert table.rows[0] == ("tokens/s per GPU", f"{found.tokens_per_s():,.0f}")
     assert table.rows[2][1].endswith("of 80 GiB: fits")
     slow = answer_table(found, "Ethernet 100")
     assert float(slow.rows[0][1]) < 0.5 * float(table.rows[0][1])

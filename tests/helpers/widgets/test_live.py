@@ -92,7 +92,7 @@ def test_answers_are_computed_for_every_combination_of_values():
     assert len(found["parts"]) == len(set(texts)) < len(texts), "the same output is kept once"
 
 
-def test_a_page_offers_few_values_among_them_the_ends_and_what_the_control_says():
+def test_a_page_offers_a_few_values_including_the_ends_and_the_current_one():
     values = [value for _, value in offered(_controls(), {})["number"]]
     assert len(values) == FEW_VALUES and values == sorted(values)
     assert {1, 7, 40} <= set(values)
@@ -104,7 +104,7 @@ def test_a_page_offers_few_values_among_them_the_ends_and_what_the_control_says(
     ("few", "message"),
     [
         ({"number": (7, 41)}, r"'number' has no \[41\]"),
-        ({"word": ("b",)}, r"'word' says 'a', which is not among \['b'\]"),
+        ({"word": ("b",)}, r"'word' is set to 'a', which isn't among \['b'\]"),
         ({"number": range(1, 41), "third": range(5)}, "400 combinations of number, word, third"),
     ],
 )
@@ -115,7 +115,7 @@ def test_offered_refuses_values_that_a_page_cannot_offer(few, message):
         offered(controls, few)
 
 
-def test_an_answer_that_fails_says_for_which_values():
+def test_a_failing_answer_says_for_which_values():
     with pytest.raises(RuntimeError, match=r"'number': 1, 'word': 'a'.*(.|\n)*ZeroDivisionError"):
         answers(lambda number, word: 1 / (number - 1), _controls(), {})
 

@@ -15,7 +15,7 @@ def test_mesh_sizes_leave_the_rest_to_data():
     assert list(mesh_sizes(4, 2, 2, order)) == list(order)
 
 
-def test_mesh_sizes_refuse_more_gpus_than_there_are():
+def test_mesh_sizes_refuses_more_gpus_than_there_are():
     with pytest.raises(ValueError, match="8 × 8 × 8 = 512 do not divide 64 GPUs"):
         mesh_sizes(8, 8, 8)
 
@@ -25,7 +25,7 @@ def test_the_table_has_the_speed_and_the_bytes_of_the_recorded_step():
     table = answer_table(found, 64)
     assert [row[0] for row in table.rows] == list(DIMENSIONS)
     assert table.rows[0][1] == "0, 1, 2, 3, …" and table.rows[1][1] == "0"
-    assert f"{tokens_per_s(found, 64):.0f} tokens/s a GPU" in table.caption
+    assert f"{tokens_per_s(found, 64):.0f} tokens/s per GPU" in table.caption
     assert tokens_per_s(found, 64) * found.seconds * GPUS == pytest.approx(64 * 8192)
     assert "of 80 GiB: fits." in table.caption
     assert "does not fit." in answer_table(answer(mesh_sizes(1, 1, 1)), 64).caption
@@ -43,13 +43,13 @@ def test_the_explorer_shows_what_is_chosen(monkeypatch):
     assert {value for _, value in order.options} == set(permutations(DIMENSIONS))
 
 
-def test_show_mesh_explains_a_mesh_that_cannot_be(capsys, monkeypatch):
+def test_show_mesh_explains_an_impossible_mesh(capsys, monkeypatch):
     drawn = []
     monkeypatch.setattr(mesh.plots, "mesh", lambda *given: drawn.append(given))
     mesh.show_mesh(8, 8, 8)
     assert capsys.readouterr().out == "No such mesh: 8 × 8 × 8 = 512 do not divide 64 GPUs.\n"
     mesh.show_mesh(8, 1, 1, sequences=4)
-    assert "4 sequences do not divide by data = 8" in capsys.readouterr().out
+    assert "4 sequences aren't divisible by data = 8" in capsys.readouterr().out
     assert not drawn
     mesh.show_mesh(8, 1, 1)
     assert list(drawn[0][0]) == ["tensor", "data"]

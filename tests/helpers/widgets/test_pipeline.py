@@ -23,7 +23,7 @@ from vgpu.plan.schedules import KINDS
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """What would have been drawn: a played schedule and the options of each figure."""
+    """What would have been drawn: each figure's simulated schedule and options."""
     figures = []
     monkeypatch.setattr(
         "helpers.plots.schedule", lambda *a, **options: figures.append((a, options))
@@ -44,18 +44,19 @@ def test_answer_counts_in_the_units_of_the_schedule(kind):
 
 def test_a_layer_costs_what_one_gpu_records(monkeypatch):
     cost = layer_cost("H100", 8)
-    # Per layer 12 D² parameters, and biases and norms; 2 FLOPs each for every token forward.
+    # Per layer, 12 D² parameters plus biases and norms; forward takes 2 FLOPs per parameter and
+    # token.
     assert 12 * WIDTH**2 < cost.parameters < 12.1 * WIDTH**2
     least_s = 2 * 12 * WIDTH**2 * 8 * TOKENS / vgpu.PRESETS["H100"].tensor_flop_per_s
     assert least_s < cost.forward_s < 10 * least_s
     assert 1.5 * cost.forward_s < cost.backward_s < 3 * cost.forward_s
     assert cost.output_bytes == 8 * TOKENS * WIDTH * 2 < cost.activation_bytes
-    # Twice the micro-batch keeps twice the bytes, but for the state of a random generator.
+    # Twice the micro-batch keeps twice the bytes, except for the state of a random generator.
     twice = layer_cost("H100", 16).activation_bytes
     assert twice == pytest.approx(2 * cost.activation_bytes, rel=1e-5)
 
 
-def test_answer_gives_time_and_memory_of_a_gpu_by_name():
+def test_answer_has_the_time_and_memory_of_a_gpu_by_name():
     one, eight = answer("1F1B", 1, 16, "H100"), answer("1F1B", 8, 16, "H100")
     assert eight.cost == one.cost
     assert math.isclose(eight.alone, one.simulated.makespan, rel_tol=1e-9)
@@ -72,8 +73,8 @@ def test_a_faster_gpu_is_faster_and_a_larger_one_fits_more():
     times = [each.simulated.makespan for each in found]
     assert times == sorted(times, reverse=True)
     rows = [answer_table(each).rows[2] for each in found]
-    # Rooms of 12 to 80 GiB. A K80 has no fused attention and keeps the scores; a V100's fused one
-    # hands its output back in an order of its own, which is copied.
+    # GPUs of 12 to 80 GiB. A K80 has no fused attention and keeps the scores; a V100's fused kernel
+    # returns its output in a different memory layout, which is copied.
     k80, v100, a100, h100 = (found_on.peak_bytes()[0] for found_on in found)
     assert k80 > v100 > a100 == h100
     assert "of 12 GiB; fits on 0 of 4" in rows[0][2]
@@ -91,7 +92,7 @@ def test_interleaving_keeps_more_in_smaller_pieces():
     plain, woven = answer("1F1B", 4, 8, "A100"), answer("interleaved 1F1B, 2 chunks", 4, 8, "A100")
     activations = 8 * plain.cost.activation_bytes
     held = plain.peak_bytes()[0] - 4 * activations
-    # 2 p + p - 1 pieces, each half a device's layers.
+    # 2 p + p - 1 pieces, each with half of a device's layers.
     assert woven.peak_bytes()[0] == held + 11 * activations // 2
 
 
@@ -105,11 +106,11 @@ def test_layer_cost_leaves_virtual_gpus_as_they_were():
 @pytest.mark.parametrize(
     ("choice", "said"),
     [
-        (("interleaved 1F1B, 2 chunks", 8, 4), "4 is not a multiple of it"),
-        (("1F1B", 8, BATCH * 2, "H100"), "does not divide evenly"),
+        (("interleaved 1F1B, 2 chunks", 8, 4), "4 isn't a multiple of that"),
+        (("1F1B", 8, BATCH * 2, "H100"), "doesn't divide evenly"),
     ],
 )
-def test_show_answer_explains_a_choice_without_a_schedule(choice, said, drawn, capsys):
+def test_show_answer_explains_an_impossible_schedule(choice, said, drawn, capsys):
     show_answer(*choice)
     assert said in capsys.readouterr().out
     assert drawn == []
@@ -130,4 +131,4 @@ def test_every_control_redraws(drawn):
     assert played[-1].makespan == answer("zero bubble (ZB-H1)", 8, 32, "H100").simulated.makespan
     kind.value, micro_batches.value = "interleaved 1F1B, 2 chunks", 4
     (told,) = explorer.children[-1].outputs
-    assert len(drawn) == 6 and "not a multiple" in told["text"]
+    assert len(drawn) == 6 and "a multiple of that" in told["text"]

@@ -11,7 +11,7 @@ from helpers.widgets import ring
 
 @pytest.fixture
 def shown(monkeypatch):
-    """Figures that would have been shown, as the texts on them."""
+    """The texts on the figures that would have been shown."""
     figures = []
 
     def keep(picture):
@@ -30,7 +30,7 @@ def test_every_rank_ends_with_every_sum(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
-def test_half_way_each_rank_has_one_complete_chunk(ranks):
+def test_halfway_each_rank_has_one_complete_chunk(ranks):
     half_way = ring.ring_states(ranks)[ranks - 1]
     for rank, numbers in enumerate(half_way.held):
         complete = [chunk for chunk, n in enumerate(numbers) if len(origins(n)) == ranks]
@@ -38,7 +38,7 @@ def test_half_way_each_rank_has_one_complete_chunk(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7])
-def test_in_every_step_each_rank_sends_another_chunk_and_only_its_neighbour_changes(ranks):
+def test_in_every_step_each_rank_sends_another_chunk_and_only_its_neighbor_changes(ranks):
     states = ring.ring_states(ranks)
     for before, after in pairwise(states):
         assert sorted(after.sent) == list(range(ranks))
@@ -53,7 +53,7 @@ def test_in_every_step_each_rank_sends_another_chunk_and_only_its_neighbour_chan
 
 
 @pytest.mark.parametrize("ranks", [0, ring.MOST_RANKS + 1])
-def test_ring_states_refuse_a_number_of_ranks_that_cannot_be_drawn(ranks):
+def test_ring_states_refuses_a_number_of_ranks_that_cannot_be_drawn(ranks):
     with pytest.raises(ValueError, match="1 to 8 ranks"):
         ring.ring_states(ranks)
 
@@ -61,9 +61,9 @@ def test_ring_states_refuse_a_number_of_ranks_that_cannot_be_drawn(ranks):
 def test_origins_reads_the_ranks_off_a_number():
     assert origins(303) == [0, 2]
     assert origins(0) == []
-    with pytest.raises(ValueError, match="one for each rank"):
+    with pytest.raises(ValueError, match="one per rank"):
         origins(10**8)
-    with pytest.raises(ValueError, match="no number of this lesson"):
+    with pytest.raises(ValueError, match="isn't a number of this lesson"):
         origins(-1)
 
 
@@ -89,5 +89,5 @@ def test_the_sliders_redraw_and_stay_within_the_ring(shown):
     assert step.max == 14
     ranks.value = 2
     assert step.value == step.max == 2
-    # One drawing a change, of what the sliders then say: nothing failed silently.
+    # One drawing per change, with the sliders' values: nothing failed silently.
     assert "11" in shown[-1] and "rank 1" in shown[-1] and "rank 2" not in shown[-1]

@@ -5,7 +5,7 @@ import pytest
 from helpers.widgets import serving
 
 
-def test_sixteen_gpus_are_two_stages_of_a_host_each():
+def test_sixteen_gpus_are_two_stages_of_one_host_each():
     server = serving.server_of("405B", 16, "float8")
     assert (server.tp, server.pp, server.weight_bits, server.cache_bits) == (8, 2, 8, 8)
     assert serving.server_of("8B", 2, "bfloat16").pp == 1

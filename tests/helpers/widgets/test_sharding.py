@@ -1,4 +1,4 @@
-"""The explorer of lesson 12: bytes of each way of cutting, beside what is allocated and sent."""
+"""The explorer of lesson 12: bytes of each way to shard, compared with what's allocated and sent."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def test_each_strategy_shards_its_part_of_the_sixteen_bytes_per_parameter():
     )
 
 
-def test_hybrid_sharding_stays_inside_and_hosts_do_not_help_it():
+def test_hybrid_sharding_stays_inside_a_host_so_more_hosts_do_not_help():
     on_8, on_64 = (answer(LETTERS, gpus, HSDP) for gpus in (8, 64))
     assert on_8.held == on_64.held and on_8.inside_bytes == on_64.inside_bytes
     assert on_8.across_bytes == 0 < on_64.across_bytes < on_64.inside_bytes
@@ -45,8 +45,8 @@ def test_one_gpu_sends_and_gathers_nothing():
         assert sum(alone.held.values()) == 16 * alone.parameters
 
 
-def test_answer_is_what_fully_shard_keeps_and_sends():
-    """PyTorch's own, as rank 0 of 8: with its gradients in bfloat16, as the explorer counts."""
+def test_answer_matches_what_fully_shard_keeps_and_sends():
+    """PyTorch's own FSDP2 as rank 0 of 8, with gradients in bfloat16, as the explorer counts them."""
     found = answer(SHAPE, 8, FSDP)
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     with vgpu.cluster(hosts=1) as cluster, vgpu.shapes_only():
@@ -64,14 +64,14 @@ def test_answer_is_what_fully_shard_keeps_and_sends():
             for event in timeline.of(cluster.device)
             if event.kind == "collective"
         )
-    # In float32, slices of parameters, gradients and two averages: 16 bytes as well.
+    # In float32, shards of parameters, gradients and two averages are 16 bytes as well.
     assert kept_bytes == pytest.approx(found.at_rest_bytes, rel=0.02)
     assert sent_bytes == pytest.approx(found.inside_bytes, rel=0.001)
 
 
 @pytest.mark.parametrize(
     ("gpus", "way", "message"),
-    [(8, "everything", "no way 'everything'"), (12, DDP, "12 GPUs are no whole hosts of 8")],
+    [(8, "everything", "no way 'everything'"), (12, DDP, "12 GPUs don't fill hosts of 8")],
 )
 def test_answer_refuses_unknown_ways_and_broken_hosts(gpus, way, message):
     with pytest.raises(ValueError, match=message):

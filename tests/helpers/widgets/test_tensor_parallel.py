@@ -19,8 +19,8 @@ def timeline(makespan_s):
         (8, "NVLink 4", (8192, 8, 1, "NVLink 4")),
         (16, "NVLink 4", (8192, 16, 2, "NVLink 4")),
         (4, "PCIe 5", (8192, 4, 1, "PCIe 5")),
-        (8, "InfiniBand NDR, one GPU a host", (8192, 8, 8, "NVLink 4")),
-        (1, "InfiniBand NDR, one GPU a host", (8192, 1, 1, "NVLink 4")),
+        (8, "InfiniBand NDR, one GPU per host", (8192, 8, 8, "NVLink 4")),
+        (1, "InfiniBand NDR, one GPU per host", (8192, 1, 1, "NVLink 4")),
     ],
 )
 def test_each_place_names_its_link_and_its_hosts(degree, place, asked):

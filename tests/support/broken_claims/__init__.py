@@ -1,7 +1,7 @@
-"""Claims with their mechanism broken, one file a lesson: the cell that proves them must fail.
+"""Claims with their mechanism broken, one file per lesson: the cell that proves them must fail.
 
-A cell that passes while what it claims is false is no proof. Each entry of a file's ``BROKEN`` says
-what is broken and how; ``tests/claims/test_broken_claims.py`` tries them.
+A cell that passes although its claim is false proves nothing. Each entry in a file's ``BROKEN``
+says what's broken and how; ``tests/claims/test_broken_claims.py`` tries them.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from needed_cells import needed
 from teaching import lessons
 from teaching.lessons import Cell
 
-# Pairs of text: the old one, and what takes its place.
+# Pairs of text: the old one, and its replacement.
 Edits = Sequence[tuple[str, str]]
 
 
@@ -23,12 +23,12 @@ Edits = Sequence[tuple[str, str]]
 class Broken:
     """A claim whose mechanism is broken in one way; the cell tagged ``claim-<id>`` must then fail.
 
-    ``edits`` are pairs of text: the old one stands exactly once in the lesson's code up to the
-    proving cell, and the new one takes its place. ``before`` is code that runs right before the
+    ``edits`` are pairs of text: the old one must occur exactly once in the lesson's code up to the
+    proving cell, and is replaced with the new one. ``before`` is code that runs right before the
     proving cell, with the lesson's names; its ``patch("torch.nn.DataParallel.scatter", new)``
-    replaces something of a module and is undone afterwards. Ranks are processes of their own,
-    which only an edit reaches. ``shorter`` are edits that break nothing and only save time, such as a
-    sweep over fewer sizes: with them alone the cell must pass.
+    replaces something in a module and is undone afterwards. Ranks are separate processes, which
+    only an edit reaches. ``shorter`` has edits that break nothing and only save time, such as a
+    sweep over fewer sizes: with only these, the cell must pass.
     """
 
     claim: str
@@ -36,18 +36,18 @@ class Broken:
     edits: Edits = ()
     before: str = ""
     shorter: Edits = ()
-    # The proving cell's id, for a claim that has several.
+    # The proving cell's id, for a claim with several.
     cell: str = ""
-    # Ids of cells that it needs although it uses no name of theirs: they change an object.
+    # Ids of cells that it needs although it doesn't use their names: they change an object.
     needs: Sequence[str] = ()
-    # Takes a second or more, and other breaks in the lesson do not: make test-all tries this one.
+    # Takes a second or more, while other breaks in the lesson don't: make test-all tries this one.
     expensive: bool = False
-    # Stands in "<kind>: <message>" of the error that the proving cell must raise.
+    # Must be in "<type>: <message>" of the error that the proving cell raises.
     error: str = "AssertionError"
 
 
 def all_broken() -> list[Broken]:
-    """The entries of every file here."""
+    """The entries of all files here."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     files = [importlib.import_module(f"{__name__}.{name}") for name in names]
     return [broken for file in files for broken in file.BROKEN]
@@ -66,13 +66,13 @@ def proving(broken: Broken) -> tuple[Path, str]:
 
 
 def upto(path: Path, cell_id: str) -> list[Cell]:
-    """A notebook's code cells up to one, that one included."""
+    """A notebook's code cells up to and including one."""
     code = [cell for cell in lessons.cells(path) if cell.is_code]
     return code[: [cell.id for cell in code].index(cell_id) + 1]
 
 
 def cells_to_run(path: Path, cell_id: str, broken: Broken, edits: Edits) -> list[Cell]:
-    """The cells that the proving cell needs, itself included, with these edits made."""
+    """The cells that the proving cell needs, including itself, with these edits made."""
     cells, places = upto(path, cell_id), set()
     for old, new in edits:
         found = [cell.id for cell in cells for _ in range(cell.source.count(old))]

@@ -1,4 +1,4 @@
-"""The appendix: what a shell and argparse read, what old lines of a script make."""
+"""The appendix: how a shell and argparse read options, and what old lines of code do."""
 
 from broken_claims import Broken
 

@@ -11,15 +11,15 @@ BROKEN = [
     Broken(
         "A02",
         "a bare type is the first GPU, whichever is current",
-        edits=[("with api.device(1):\n    inside =", "with api.device(0):\n    inside =")],
+        edits=[("with api.device(1):  # torch", "with api.device(0):  # torch")],
     ),
     Broken(
         "A03",
         "a bare type spreads over both GPUs",
         edits=[
             (
-                "growth(lambda: torch.ones(2**21, device=kind))]\nguess",
-                "growth(lambda: [torch.ones(2**20, device=gpu) for gpu in gpus])]\nguess",
+                "growth_mib(lambda: torch.ones(2**21, device=kind))\nguess",
+                "growth_mib(lambda: [torch.ones(2**20, device=gpu) for gpu in gpus])\nguess",
             )
         ],
     ),
@@ -42,7 +42,7 @@ BROKEN = [
     Broken(
         "A07",
         "to() returns the tensor itself",
-        edits=[("y = x.to(gpus[1])\nx += 10", "y = x\nx += 10")],
+        edits=[("y = x.to(gpus[1])\nwith", "y = x\nwith")],
     ),
     Broken(
         "A07",
@@ -54,8 +54,8 @@ BROKEN = [
         "cuda() makes a second module",
         edits=[
             (
-                "by_cuda = in_place(lambda model: getattr(model, kind)(1))",
-                "by_cuda = in_place(lambda model: getattr(nn.Linear(4, 2), kind)(1))",
+                "by_cuda = getattr(other, kind)(1)",
+                "by_cuda = getattr(nn.Linear(4, 2), kind)(1)",
             )
         ],
     ),
@@ -85,7 +85,7 @@ BROKEN = [
         "A12",
         "a single number may cross whatever its dimensions",
         edits=[("    a * torch.ones(1)", "    a * torch.ones(1).squeeze()")],
-        cell="scalar-asserted",
+        cell="scalar",
     ),
     Broken(
         "A13",

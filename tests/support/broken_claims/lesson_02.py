@@ -1,4 +1,4 @@
-"""Lesson 02: what a tensor copies, what keeps a history and a gradient, and what cuts it off."""
+"""Lesson 02: what copies a tensor, what keeps a history and a gradient, and what cuts them off."""
 
 from broken_claims import Broken
 
@@ -69,7 +69,7 @@ BROKEN = [
     Broken(
         "A31",
         "eval() stops the recording",
-        edits=[("in_eval = model.eval()(images)", "in_eval = model.eval()(images).detach()")],
+        edits=[("scores = model.eval()(images)", "scores = model.eval()(images).detach()")],
         cell="successors",
     ),
     Broken(

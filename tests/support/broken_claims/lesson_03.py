@@ -2,7 +2,7 @@
 
 from broken_claims import Broken
 
-# What is broken shows without a long training.
+# The break shows without long training.
 SHORT = [("EPOCHS = 10\n", "EPOCHS = 1\n")]
 
 BROKEN = [

@@ -1,4 +1,4 @@
-"""Lesson 04: a batch that is cut, over all GPUs, along one dimension, and joined again."""
+"""Lesson 04: a batch that's split over all GPUs, along one dimension, and joined again."""
 
 from broken_claims import Broken
 
@@ -18,17 +18,19 @@ BROKEN = [
     Broken(
         "B02",
         "the last batch is dropped",
-        edits=[("length=100), batch_size=30)", "length=100), batch_size=30, drop_last=True)")],
+        edits=[
+            ("length=100), batch_size=30)", "length=100), batch_size=30, drop_last=True)"),
+            ('"batch 3", "batch 4",', '"batch 3",'),  # a table of three batches
+        ],
     ),
     Broken(
         "B03",
         "the second GPU gets nothing",
         edits=[
             (
-                "sizes_2, records_2 = one_epoch(gpus[:2])",
-                "sizes_2, records_2 = one_epoch(gpus[:1])",
+                "{count: one_epoch(gpus[:count]) for count in (1, 2, 3)}",
+                "{count: one_epoch(gpus[: 1 if count == 2 else count]) for count in (1, 2, 3)}",
             ),
-            ("guess_4a.compare(sizes_2[0][0])", ""),  # it asks for two numbers
         ],
     ),
     Broken(
@@ -36,11 +38,11 @@ BROKEN = [
         "a batch is shared out evenly, so that all eight run",
         edits=[
             (
-                "sizes_8, records_8 = one_epoch(gpus)",
+                "runs[8] = one_epoch(gpus)",
                 "evenly = lambda self, inputs, kwargs, ids: (\n"
                 "    [(part.to(gpu),) for part, gpu in zip(inputs[0].tensor_split(8), gpus)], [{}] * 8)\n"
                 "whole, nn.DataParallel.scatter = nn.DataParallel.scatter, evenly\n"
-                "sizes_8, records_8 = one_epoch(gpus)\n"
+                "runs[8] = one_epoch(gpus)\n"
                 "nn.DataParallel.scatter = whole",
             )
         ],
@@ -59,7 +61,6 @@ BROKEN = [
         "one GPU does it all",
         edits=[
             ("nn.DataParallel(model, device_ids=gpus)", "nn.DataParallel(model, gpus[:1])"),
-            ("guess_4a.compare(sizes_2[0][0])", ""),  # it asks for two numbers
         ],
     ),
     Broken(

@@ -1,4 +1,4 @@
-"""Lesson 05: what DataParallel sums, sends, makes anew at every forward, and throws away."""
+"""Lesson 05: what DataParallel sums, sends, recreates in every forward, and throws away."""
 
 from broken_claims import Broken
 
@@ -13,7 +13,7 @@ READS = "model, x, forwards = Reads().to(gpus[0]), torch.ones(2, 1), []\n"
 
 
 def _with_replicate(replicas: str) -> str:
-    """The line READS, behind a DataParallel whose replicas come from elsewhere."""
+    """The line READS, after a DataParallel whose replicas come from elsewhere."""
     return f"""
 import unittest.mock
 kept = {{}}

@@ -5,7 +5,7 @@ from broken_claims import Broken
 BY_HAND = {"claim": "C07", "cell": "compare-by-hand"}
 REAL = {"claim": "C07", "cell": "run-the-real-one"}
 REAL_RUN = 'enumerate(launch.run(on_a_rank, world_size, DDP, gpu="V100"))'
-# That four epochs suffice is not what the resumed run shows.
+# The resumed run doesn't show that four epochs are enough.
 _TWO_EPOCHS = [
     (
         "def train(rank, world_size, folder, epochs=4):",

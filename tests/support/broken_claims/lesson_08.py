@@ -1,4 +1,4 @@
-"""Lesson 08: what a move between GPUs does, who works when, and what a time's spread is."""
+"""Lesson 08: what a move between GPUs does, which GPU works when, and the spread of measured times."""
 
 from broken_claims import Broken
 
@@ -13,7 +13,10 @@ BROKEN = [
                 "layer_0.to(gpus[0]), layer_1.to(gpus[1])",
                 "layer_0.to(gpus[0]), layer_1.to(gpus[0])",
             ),
-            ("layer_1(layer_0(batch).to(gpus[1]))\n(samples", "layer_1(layer_0(batch))\n(samples"),
+            (
+                "layer_1(layer_0(batch.to(gpus[0])).to(gpus[1]))",
+                "layer_1(layer_0(batch.to(gpus[0])))",
+            ),
         ],
     ),
     Broken(

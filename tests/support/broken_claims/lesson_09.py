@@ -4,7 +4,7 @@ from broken_claims import Broken
 
 # A few of the sweep's ten sizes.
 _FEW_SIZES = [("(1, 3, 5, 8, 10, 12, 20, 40, 60, 120)", "(3, 12, 20, 40, 120)")]
-# Those that have been published, and the one that is trained three times.
+# The published ones, and the one that's trained three times.
 _PUBLISHED_SIZES = [("(1, 3, 5, 8, 10, 12, 20, 40, 60, 120)", "(12, 20, 40, 120)")]
 _IN_PIECES = "        for hidden in batch.split(self.split_size):\n"
 _COPY_STREAMS = "            with self.out, self.into:\n"

@@ -1,4 +1,4 @@
-"""Lesson 10: why copies beside the computation make schedules faster."""
+"""Lesson 10: why copies that overlap with computation make schedules faster."""
 
 from broken_claims import Broken
 

@@ -31,15 +31,15 @@ BROKEN = [
     Broken(
         "E03",
         "zero_grad fills with zeros, as before 2.0",
-        edits=[("model.zero_grad()\nleft_over", "model.zero_grad(set_to_none=False)\nleft_over")],
+        edits=[("linear.zero_grad()\nleft_over", "linear.zero_grad(set_to_none=False)\nleft_over")],
     ),
     Broken(
         "E03",
         "gradients do not stay until they are zeroed",
         edits=[
             (
-                "once = model.weight.grad.clone()\n",
-                "once = model.weight.grad.clone()\nmodel.zero_grad()\n",
+                "once = linear.weight.grad.clone()\n",
+                "once = linear.weight.grad.clone()\nlinear.zero_grad()\n",
             )
         ],
     ),

@@ -2,9 +2,9 @@
 
 from broken_claims import Broken
 
-# What is trained does not matter to what a checkpoint holds.
+# What's trained doesn't matter for a checkpoint's contents.
 _THREE_STEPS = [
-    ('launch.run(train, 4, "fsdp", 56, folder', 'launch.run(train, 4, "fsdp", 3, folder'),
+    ('on_gpus_of(12, "fsdp", 56, folder)', 'on_gpus_of(12, "fsdp", 3, folder)'),
     ("assert 4 < losses[0] < 5.2 and losses[-10:].mean() < 2\n", ""),
 ]
 BROKEN = [
@@ -12,7 +12,7 @@ BROKEN = [
         "F01",
         "the optimizer keeps no averages",
         edits=[
-            ("torch.optim.Adam([learns], foreach=False)", "torch.optim.SGD([learns], lr=0.1)"),
+            ("torch.optim.Adam([master], foreach=False)", "torch.optim.SGD([learns], lr=0.1)"),
         ],
     ),
     Broken(

@@ -1,8 +1,8 @@
-"""Lesson 14: meshes turned round, norms counted twice, a ring that forgets, experts for everyone."""
+"""Lesson 14: reversed meshes, norms counted twice, a ring that forgets, experts for everyone."""
 
 from broken_claims import Broken
 
-_ONE_STEP = [("itertools.islice(readings, 3)", "itertools.islice(readings, 1)")]
+_ONE_STEP = [("itertools.islice(reader, 3)", "itertools.islice(reader, 1)")]
 
 BROKEN = [
     Broken(
@@ -11,8 +11,9 @@ BROKEN = [
         expensive=True,
         edits=[
             (
-                "mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)",
-                "mesh = DeviceMesh(device.type, torch.arange(8).view(4, 2).T, mesh_dim_names=names)",
+                "mesh = init_device_mesh(my_gpu().type, shape, mesh_dim_names=names)",
+                "ranks = torch.arange(8).view(4, 2).T\n"
+                "    mesh = DeviceMesh(my_gpu().type, ranks, mesh_dim_names=names)",
             )
         ],
     ),
@@ -93,7 +94,7 @@ BROKEN = [
     ),
     Broken(
         "H06",
-        "the balanced layout pairs neighbours",
+        "the balanced layout pairs neighbors",
         expensive=True,
         edits=[
             (

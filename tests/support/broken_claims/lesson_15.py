@@ -1,8 +1,8 @@
-"""Lesson 15: backward for nothing, other networks, no failures, one rate for all batches."""
+"""Lesson 15: a free backward, other networks, no failures, one rate for all batches."""
 
 from broken_claims import Broken
 
-# That two and four layers say what all 32 do is not what these prove.
+# These don't prove that two and four layers predict what all 32 do.
 _FEW_LAYERS = [
     (
         "assert abs(seconds(first) / step.seconds - 1) < 0.01\n"

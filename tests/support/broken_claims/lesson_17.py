@@ -1,4 +1,4 @@
-"""Lesson 17: what fewer bits lose in weights, sums and products, and what is sent for it."""
+"""Lesson 17: what fewer bits lose in weights, sums and products, and what's sent for them."""
 
 from broken_claims import Broken
 
@@ -66,7 +66,7 @@ BROKEN = [
     Broken(
         "J06",
         "the scale is not set by the largest number",
-        edits=[("size.amax(dim, keepdim=True)", "(100 * size.median())")],
+        edits=[("groups.abs().amax(dim, keepdim=True)", "(100 * groups.abs().median())")],
     ),
     Broken(
         "J07",

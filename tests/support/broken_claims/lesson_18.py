@@ -1,4 +1,4 @@
-"""Lesson 18: caches that forget, ranks that do not add, GPUs that read for free, servers that wait."""
+"""Lesson 18: caches that forget, ranks that don't add, GPUs that read for free, servers that wait."""
 
 from broken_claims import Broken
 
@@ -98,7 +98,7 @@ patch("vgpu.plan.serving.Server.decode_s", lambda self, *a: whole_s(self, *a) / 
             (
                 "def continuous(requests, server=four):\n    return simulate_queue(server, requests, whole_prompts)",
                 "def continuous(requests, server=four):\n"
-                "    return simulate_queue(server, requests, whole_prompts, most_sequences=32, static=True)",
+                "    return simulate_queue(server, requests, whole_prompts, static=True)",
             )
         ],
     ),

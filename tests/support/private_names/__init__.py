@@ -1,1 +1,1 @@
-"""Private names of torch: those that the course relies upon, and those that its code uses."""
+"""Private names of torch: those listed as needed, and those that the code uses."""

@@ -1,8 +1,8 @@
-"""Private names of torch that the course relies upon: what for, and what to do when one goes.
+"""Private names of torch that the course relies on: what for, and what to do when one is gone.
 
-``tests/vgpu/test_torch_private_names.py`` tries each on the torch that is installed, and holds the list
-to the code: a private name that the code uses and this list lacks fails, and so does the reverse.
-docs/new_torch.md says when to run it.
+``tests/vgpu/test_torch_private_names.py`` tests each on the installed torch, and tests/house
+compares the list with the code: a private name that the code uses but the list lacks fails, and so
+does the reverse. docs/new_torch.md says when to run it.
 """
 
 from typing import NamedTuple
@@ -19,8 +19,8 @@ class Reliance(NamedTuple):
 RELIANCES = (
     Reliance(
         "a tensor that Python sees on a virtual GPU, and C++ on the device type lazy",
-        "Everything rests on it: look how torch.testing._internal.two_tensor and DTensor make "
-        "their wrappers now, and do it likewise in tensor/tensor.py and "
+        "Everything depends on it: look at how torch.testing._internal.two_tensor and DTensor create "
+        "their wrappers now, and do the same in tensor/tensor.py and "
         "collectives/wrappers.py.",
         (
             "torch.Tensor._make_wrapper_subclass",
@@ -60,8 +60,8 @@ RELIANCES = (
     ),
     Reliance(
         "kernels of custom operators, on virtual tensors",
-        "In tensor/operators.py and tensor/kernels.py ask the registry another way for kernels that "
-        "Python has registered. tests/vgpu/tensor/test_custom_operators.py is the judge.",
+        "In tensor/operators.py and tensor/kernels.py, find another way to ask for kernels registered "
+        "from Python. tests/vgpu/tensor/test_custom_operators.py tells whether it works.",
         (
             "torch._library.utils._c_check_aliasing_constraint",
             "torch.library._defs",
@@ -70,8 +70,8 @@ RELIANCES = (
     ),
     Reliance(
         "which operators there are, what their schemas say, and for which keys they have kernels",
-        "Ask the registry another way (torch.library, torch._ops) in tensor/operators.py, "
-        "tensor/kernels.py and collectives/dispatch.py; as a last resort try the operator on a CPU tensor once.",
+        "Find another way to ask the registry (torch.library, torch._ops) in tensor/operators.py, "
+        "tensor/kernels.py and collectives/dispatch.py; as a last resort, try the operator on a CPU tensor once.",
         (
             "torch._C.FunctionSchema",
             "torch._C._dispatch_get_all_op_names",
@@ -81,10 +81,10 @@ RELIANCES = (
         ),
     ),
     Reliance(
-        "views and versions: a change in place through one name is seen through the others",
+        "views and versions: an in-place change through one name is visible through the others",
         "Without a substitute in tensor/views.py and torch_patches/data_assignment.py, refuse "
         "changes of shape in place and p.data = q (tensor/refusals.py): an error is better "
-        "than a wrong gradient. tests/vgpu/tensor/test_views.py is the judge.",
+        "than a wrong gradient. tests/vgpu/tensor/test_views.py tells whether it works.",
         (
             "torch.Tensor._version",
             "torch.Tensor._base",
@@ -106,7 +106,7 @@ RELIANCES = (
         "operators without a public name: fused attention and RMSNorm, softmax, functional "
         "collectives",
         "Call F.scaled_dot_product_attention, F.softmax or torch.distributed under a "
-        "TorchDispatchMode and see which operator comes now; tensor/cuda_kernels.py, "
+        "TorchDispatchMode and see which operator it calls now; tensor/cuda_kernels.py, "
         "torch_patches/attention.py, collectives/wrappers.py.",
         (
             "torch.ops._c10d_functional._wrap_tensor_autograd",
@@ -122,14 +122,14 @@ RELIANCES = (
     ),
     Reliance(
         "the order in which kernels for attention are tried",
-        "Take flash, efficient, plain in torch_patches/attention.py, and say in docs/vgpu.md that "
-        "sdpa_kernel(..., set_priority=True) is not heeded.",
+        "Use the order flash, efficient, math in torch_patches/attention.py, and say in docs/vgpu.md that "
+        "sdpa_kernel(..., set_priority=True) has no effect.",
         ("torch._C._get_sdp_priority_order",),
     ),
     Reliance(
         "making the word vgpu a device type, with a device module and guards",
-        "Read torch.utils.backend_registration and the example backend torch_openreg for the way "
-        "of today, then backend.py and device/gpus.py.",
+        "Read torch.utils.backend_registration and the example backend torch_openreg for the current "
+        "way, then backend.py and memory/gpus.py.",
         (
             "torch._C._get_privateuse1_backend_name",
             "torch.library.Library._destroy",
@@ -139,7 +139,7 @@ RELIANCES = (
         ),
     ),
     Reliance(
-        "torch.accelerator, and who asks which device type there is",
+        "torch.accelerator, and functions that ask for the available device type",
         "Find what torch/accelerator/__init__.py calls now, and replace that in "
         "torch_patches/functions.py.",
         (
@@ -161,10 +161,10 @@ RELIANCES = (
         ),
     ),
     Reliance(
-        "knowing in a backward pass which one it is, and which forward operation it undoes",
-        "Names of modules and passes in a timeline rest on it, and the stream of a backward "
-        "operation (memory/gpus.py, time/host_threads.py): a backward pass on the forward's stream can be "
-        "had from tensor hooks.",
+        "knowing which backward pass is running, and which forward operation a node belongs to",
+        "Names of modules and passes in a timeline depend on it, and so does the stream of a backward "
+        "operation (memory/gpus.py, time/host_threads.py); tensor hooks are another way to run a "
+        "backward pass on the forward's stream.",
         (
             "torch._C._autograd._get_sequence_nr",
             "torch._C._current_autograd_node",
@@ -177,7 +177,7 @@ RELIANCES = (
     ),
     Reliance(
         "functions that compare devices in C++ or read arguments there",
-        "Look how the Python function that users call reaches C++ now, and stand in for that name "
+        "Look at how the Python function that users call reaches C++ now, and replace that name "
         "(torch_patches/functions.py, tensor/refusals.py).",
         (
             "torch._C._nn",
@@ -192,7 +192,7 @@ RELIANCES = (
     ),
     Reliance(
         "sparse tensors and nested containers",
-        "There are public counterparts for some (torch.utils._pytree: optree); take those.",
+        "Some have public counterparts (torch.utils._pytree: optree); use those.",
         (
             "torch.Tensor._indices",
             "torch.Tensor._nnz",
@@ -205,8 +205,8 @@ RELIANCES = (
     ),
     Reliance(
         "torch.save and torch.load in the format of CUDA checkpoints; sending to processes",
-        "Save a tensor under torch_patches/serialization.py's test and look what its pickle names now; "
-        "old checkpoints must go on loading.",
+        "Save a tensor in torch_patches/serialization.py's test, and look at what its pickle names now; "
+        "old checkpoints must still load.",
         (
             "torch.Tensor._reduce_ex_internal",
             "torch._tensor._rebuild_from_type_v2",
@@ -223,7 +223,7 @@ RELIANCES = (
     Reliance(
         "the stream on which DataParallel copies to its replicas",
         "Replace what nn.parallel.comm and Scatter ask for a stream (torch_patches/data_parallel.py); "
-        "without it copies are right and their time is on the wrong stream.",
+        "without it, copies are right, but their time is on the wrong stream.",
         ("torch.nn.parallel._functions._get_stream",),
     ),
     Reliance(
@@ -232,8 +232,8 @@ RELIANCES = (
         ("torch._C._get_fp32_precision_getter",),
     ),
     Reliance(
-        "models whose tensors have no values: what would read one",
-        "Run tests/vgpu/tensor/test_shapes.py: the error says who reads; stand in for that in "
+        "models whose tensors have no values: functions that would read one",
+        "Run tests/vgpu/tensor/test_shapes.py: the error says what reads a value; replace that in "
         "tensor/shapes.py.",
         (
             "torch.distributed.Reducer._rebuild_buckets",
@@ -243,7 +243,7 @@ RELIANCES = (
     ),
     Reliance(
         "the backend vccl: process groups of virtual GPUs over gloo",
-        "Backend.register_backend is public and stays; what surrounds it is in "
+        "Backend.register_backend is public and stays; the rest is in "
         "collectives/process_groups.py. Compare new_group in torch/distributed/distributed_c10d.py.",
         (
             "torch.distributed.Backend._BackendPlugin",
@@ -259,7 +259,7 @@ RELIANCES = (
     ),
     Reliance(
         "optimizers and clipping that handle all tensors at once by default, as on CUDA",
-        "See what decides it now (torch_patches/functions.py); without it, steps are a loop with fewer "
+        "Find out what decides that now (torch_patches/functions.py); without it, steps are a loop with fewer "
         "temporary bytes and more kernels than CUDA's.",
         (
             "torch._C._group_tensors_by_device_and_dtype",
@@ -269,9 +269,9 @@ RELIANCES = (
         ),
     ),
     Reliance(
-        "tensors around virtual ones: DTensor, and results of collectives that are awaited",
-        "They must say the device that their inner tensor says (collectives/wrappers.py); "
-        "tests/vgpu/collectives/test_wrappers.py shows which does not.",
+        "wrappers of virtual tensors: DTensor, and results of asynchronous collectives",
+        "They must report their inner tensor's device (collectives/wrappers.py); "
+        "tests/vgpu/collectives/test_wrappers.py shows which one doesn't.",
         (
             "torch.distributed._functional_collectives.AsyncCollectiveTensor",
             "torch.distributed.tensor._api.DTensor",
@@ -280,9 +280,9 @@ RELIANCES = (
         ),
     ),
     Reliance(
-        "refusing what only NCCL offers, and doing without its premultiplied sum",
-        "If FSDP2 reduces another way now, change collectives/wrappers.py to that; gloo then says "
-        "what it cannot do.",
+        "refusing what only NCCL has, and replacing its premultiplied sum",
+        "If FSDP2 now reduces in another way, adapt collectives/wrappers.py; gloo's error says "
+        "what it can't do.",
         (
             "torch.distributed._symmetric_memory.empty",
             "torch.distributed.fsdp._fully_shard._fsdp_collectives._get_gradient_divide_factors",
@@ -312,9 +312,9 @@ RELIANCES = (
         ("torch._C._profiler._RecordFunctionFast",),
     ),
     Reliance(
-        "a cluster that does not exist: groups of ranks that are not there",
+        "a cluster that doesn't exist: groups with absent ranks",
         "The fake process group is torch's own test tool and moves with its tests: search torch "
-        "for fake_pg, then collectives/cluster.py, dispatch.py and process_groups.py.",
+        "for fake_pg, then adapt collectives/cluster.py, dispatch.py and process_groups.py.",
         (
             "torch._C._distributed_c10d.PythonCallbackWork",
             "torch._C.fork",
@@ -324,8 +324,8 @@ RELIANCES = (
         ),
     ),
     Reliance(
-        "forgetting the plans of DTensor when a cluster is left",
-        "Look where torch/distributed/tensor/_sharding_prop.py keeps what it has planned, and empty "
+        "emptying DTensor's sharding caches when a cluster's block ends",
+        "Look at where torch/distributed/tensor/_sharding_prop.py caches its results, and empty "
         "that in collectives/cluster.py.",
         (
             "torch._C._clear_DTensor_sharding_propagator_cache",
@@ -333,8 +333,8 @@ RELIANCES = (
         ),
     ),
     Reliance(
-        "pipelines of torch on a cluster, whose absent ranks have no vote",
-        "Look how a schedule sets itself up before its first step, and what it skips for torch's "
+        "torch's pipelines on a cluster, whose absent ranks can't vote",
+        "Look at how a schedule initializes before its first step, and what it skips for torch's "
         "fake process group; collectives/wrappers.py makes it skip the same.",
         (
             "torch.distributed.pipelining.schedules._PipelineSchedule",
@@ -345,8 +345,8 @@ RELIANCES = (
     ),
     Reliance(
         "saying which rank waits for what",
-        "launch/call_sites.py falls back to the ranks' Python stacks where the flight recorder has "
-        "nothing; the messages of lesson 06 are then less certain, and its tests say where.",
+        "launch/call_sites.py falls back to the ranks' Python stacks if the flight recorder has "
+        "nothing; the messages in lesson 06 are then less certain, and its tests show where.",
         (
             "torch._C._distributed_c10d._dump_fr_trace",
             "torch.distributed.distributed_c10d._world.group_count",
@@ -355,15 +355,15 @@ RELIANCES = (
     ),
     Reliance(
         "PyTorch's own report on a memory snapshot, in lesson 16",
-        "Look in torch/cuda for what reads the dictionary of torch.cuda.memory._snapshot now, and "
+        "Look in torch/cuda for what now reads the dictionary of torch.cuda.memory._snapshot, and "
         "compare vgpu/memory/snapshot.py with it.",
         ("torch.cuda._memory_viz",),
     ),
     Reliance(
         "torch.compile and flex_attention on virtual GPUs",
-        "Look in torch/_dynamo/eval_frame.py how OptimizedModule makes its forward, and in "
+        "See in torch/_dynamo/eval_frame.py how OptimizedModule creates its forward, and in "
         "torch/nn/attention/flex_attention.py how flex_attention checks devices and calls its "
-        "operator; then in torch_patches/compile.py and torch_patches/flex_attention.py.",
+        "operator; then adapt torch_patches/compile.py and torch_patches/flex_attention.py.",
         (
             "torch._dynamo.eval_frame.OptimizedModule._initialize",
             "torch._dynamo.trace_rules.SKIP_DIRS",
@@ -377,27 +377,27 @@ RELIANCES = (
     ),
     Reliance(
         "torch's own tests for CUDA on virtual GPUs",
-        "Look how torch/testing/_internal/common_utils.py makes streams of a test's own current, and "
-        "stand in for that in torch_patches/cuda_names.py.",
+        "See how torch/testing/_internal/common_utils.py makes a test's own streams current, and "
+        "replace that in torch_patches/cuda_names.py.",
         (
             "torch._C._cuda_setDevice",
             "torch._C._cuda_setStream",
         ),
     ),
     Reliance(
-        "knowing torch's own compile workers from a program's processes",
-        "Take what starts them now into for_children/sitecustomize.py.",
+        "distinguishing torch's compile workers from a program's processes",
+        "Add what starts them now to for_children/sitecustomize.py.",
         ("torch._inductor",),
     ),
     Reliance(
         "starting ranks quickly: what the forkserver imports ahead",
-        "Take it out of PRELOAD in launch/forkserver.py; ranks then start more slowly.",
+        "Remove it from PRELOAD in launch/forkserver.py; ranks then start more slowly.",
         ("torch._dynamo",),
     ),
     Reliance(
         "lesson 01's GPUs that NVML would count",
-        "Lesson 01 and its check 1.3 look at torch/cuda/__init__.py by these names; take the names "
-        "of today in both, or leave that part to machines with GPUs.",
+        "Lesson 01 and its check 1.3 use these names of torch/cuda/__init__.py; use the current names "
+        "in both, or leave that part to machines with GPUs.",
         (
             "torch._C._cuda_getDeviceCount",
             "torch.cuda._device_count_nvml",
@@ -407,15 +407,15 @@ RELIANCES = (
         ),
     ),
     Reliance(
-        "the result of PyTorch's own ring attention, put together again",
-        "Lesson 14 compares its ring with it: take the public name if there is one by then, or "
-        "leave that comparison out.",
+        "the result of PyTorch's own ring attention, reassembled",
+        "Lesson 14 compares its ring with it: use the public name if there is one by then, or "
+        "leave out that comparison.",
         ("torch.distributed.tensor.experimental._attention.context_parallel_unshard",),
     ),
     Reliance(
         "PyTorch's own test suites, run on a virtual GPU, and peers in benchmarks",
-        "Follow their move in tests/conformance/suites.py; a suite that is gone is a gap to report, "
-        "not to skip in silence.",
+        "Adapt tests/conformance/suites.py to where they moved; a suite that's gone is a gap to report, "
+        "not to skip silently.",
         (
             "torch._neg_view",
             "torch._subclasses.fake_tensor.FakeTensorMode",
@@ -430,14 +430,14 @@ RELIANCES = (
         ),
     ),
 )
-"""In the order in which a new torch is looked at: what everything rests on comes first."""
+"""In the order in which to check a new torch: what everything depends on comes first."""
 
 WITHOUT_CUDA = (
     "torch._C._cuda_getDeviceCount",
     "torch._C._cuda_setDevice",
     "torch._C._cuda_setStream",
 )
-"""Missing from PyTorch's CPU builds; lesson 01 and ``--cuda-is-vgpu`` make them there for a moment."""
+"""Missing from PyTorch's CPU builds; lesson 01 and ``--cuda-is-vgpu`` create them temporarily."""
 
 SINCE = {
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
@@ -445,7 +445,7 @@ SINCE = {
     "torch.distributed.pipelining.schedules._PipelineSchedule"
     "._initialize_pipeline_distributed_state": (2, 15),
 }
-"""Missing from a torch before this one; vgpu/torch_releases.py says what is there instead."""
+"""Missing from torch before this release; vgpu/torch_releases.py says what's there instead."""
 
 UNTIL = {
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed": (
@@ -454,4 +454,4 @@ UNTIL = {
     ),
     "torch.distributed.pipelining.schedules._PipelineSchedule._warmup_p2p": (2, 14),
 }
-"""Missing from a torch after this one."""
+"""Missing from torch after this release."""

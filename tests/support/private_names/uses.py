@@ -1,4 +1,4 @@
-"""Which private names of torch the code uses, as far as reading it shows."""
+"""Which private names of torch the code uses, as far as that can be read from it."""
 
 import ast
 import json
@@ -9,25 +9,25 @@ from pathlib import Path
 
 from teaching.lessons import ROOT
 
-# Tests that use a private name of their own say by failing that it is gone.
+# Tests that use a private name themselves fail if it's gone.
 FOLDERS = ("vgpu", "helpers", "teaching", "benchmarks", "tests/conformance")
-# A text such as the aim of mock.patch, with a private part somewhere in it.
+# A string such as the target of mock.patch, with a private part somewhere.
 _WRITTEN_OUT = re.compile(r"torch(?:\.\w+)*\._[A-Za-z]\w*(?:\.\w+)*")
 _PRIVATE = re.compile(r"_(?!_)")
 _REPLACING = ("set", "wrap")
 
 
 def uses() -> dict[str, set[str]]:
-    """Private name of torch → the files that use it, from the root of the repository.
+    """Private name of torch → the files that use it, relative to the repository's root.
 
-    A name ends one part behind its last private one: ``torch._C._autograd.DeviceType``.
+    A name ends one part after its last private one: ``torch._C._autograd.DeviceType``.
     """
     found: dict[str, set[str]] = {}
     for path, tree in sources():
         for name in _names(tree):
             if (cut := _cut(name)) is not None:
                 found.setdefault(cut, set()).add(path.relative_to(ROOT).as_posix())
-    # A module is what it is used for.
+    # A module counts by what's used from it.
     return {name: files for name, files in found.items() if not _only_on_the_way(name, found)}
 
 
@@ -36,12 +36,12 @@ def _only_on_the_way(name: str, others: Iterable[str]) -> bool:
 
 
 def text() -> str:
-    """All that is read here, one source behind the other."""
+    """Everything that's read here, concatenated."""
     return "\n".join(ast.unparse(tree) for _, tree in sources())
 
 
 def foreign_attributes() -> dict[str, str]:
-    """Private attribute, of any object, that the package reads and nowhere defines → a place."""
+    """Private attribute, of any object, that the package reads but doesn't define → a place."""
     defined, read = set(), {}
     for path, tree in sources():
         if path.relative_to(ROOT).parts[0] not in ("vgpu", "helpers"):
@@ -60,7 +60,7 @@ def foreign_attributes() -> dict[str, str]:
 
 @cache
 def sources() -> list[tuple[Path, ast.Module]]:
-    """All files and cells, parsed: half a million objects, to be cleared when they are not needed."""
+    """All files and cells, parsed: half a million objects, to be cleared when they're no longer needed."""
     return [*_read()]
 
 
@@ -86,7 +86,7 @@ def _cut(name: str) -> str | None:
 
 
 def _names(tree: ast.Module) -> Iterator[str]:
-    """Full dotted names of a file: imported, read, replaced by name, or written out as a text."""
+    """The full dotted names in a file: imported, read, replaced by name, or written as a string."""
     full: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -112,7 +112,7 @@ def _names(tree: ast.Module) -> Iterator[str]:
 
 
 def _dotted(node: ast.expr, full: dict[str, str]) -> str:
-    """``torch.nn.init`` of its syntax tree, with names as they were imported; "" for others."""
+    """``torch.nn.init`` from its syntax tree, with names as imported; "" for other expressions."""
     if isinstance(node, ast.Attribute):
         before = _dotted(node.value, full)
         return before and f"{before}.{node.attr}"

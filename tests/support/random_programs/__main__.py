@@ -1,6 +1,6 @@
 """Long runs by hand: ``cd tests/support; python -m random_programs --seconds 3600 --seed 1``.
 
-Prints each program that differs between the CPU and virtual GPUs, as short as it can be made.
+Prints each program that differs between the CPU and virtual GPUs, shortened as far as possible.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The steps of random programs: one line of Python each, chosen so that most of them work.
 
 A line uses names that both worlds define (worlds.py): ``d[0]`` and ``d[1]`` are two GPUs and
-``d[2]`` is the host; where there are no GPUs all three are the CPU.
+``d[2]`` is the host; without GPUs, all three are the CPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,13 +17,13 @@ CONTEXTS = ("torch.no_grad()", "torch.inference_mode()", "torch.enable_grad()")
 
 
 class Draft:
-    """A program that grows: it runs on the CPU at once, so that the next step suits the values."""
+    """A growing program: it runs on the CPU immediately, so that the next step can fit the values."""
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
         self.world = World(gpus=False)
         self.lines: list[str] = []
-        self.places: dict[str, int] = {}  # of each variable that is still in use
+        self.places: dict[str, int] = {}  # for each variable that's still in use
         self.modules: dict[str, int] = {}
         self.current = 0
         self.count = 0
@@ -36,11 +36,11 @@ class Draft:
         return self.world.names.get(name)
 
     def any(self, accept: Callable[[torch.Tensor], bool] = lambda t: True) -> str:
-        """A variable that is acceptable; StopIteration where there is none."""
+        """An acceptable variable; raises StopIteration if there is none."""
         return self.any_of(lambda name: accept(self.value(name)))
 
     def beside(self, name: str, accept: Callable[[torch.Tensor], bool] = lambda t: True) -> str:
-        """Another variable of the same device."""
+        """Another variable on the same device."""
         return self.any_of(lambda n: self.places[n] == self.places[name] and accept(self.value(n)))
 
     def any_of(self, accept: Callable[[str], bool]) -> str:
@@ -56,7 +56,7 @@ class Draft:
         return self.rng.choice(names[-8:])
 
     def add(self, line: str, place: int | None = None, in_contexts: bool = True) -> None:
-        """Run a line on the CPU and keep it; ``place`` is where what it names first lies."""
+        """Run a line on the CPU and keep it; ``place`` is the device of the variable that it names first."""
         made, assigned, _ = line.partition(" = ")
         if place is not None and in_contexts and self.rng.random() < 0.15:
             line = f"with {self.rng.choice(CONTEXTS)}: {line}"
@@ -106,7 +106,7 @@ def make(p: Draft, r: Random) -> None:
 
 
 def make_by_device(p: Draft, r: Random) -> None:
-    """Factories under a default device, and on the device that is current."""
+    """Factories under a default device, and on the current device."""
     name, k = p.name(), r.choice((0, 1))
     if r.random() < 0.5:
         make = r.choice(("torch.ones(2, 3)", "torch.as_tensor([1.0, 2.0, 3.0])", "torch.eye(3)"))
@@ -144,8 +144,8 @@ VIEWS = (
     "{x}.conj()", "torch.view_as_real({x})", "{x}.as_strided((2,), (1,))", "{x}.data", "{x}.select(-1, 0)",
     "{x}.unfold(0, 1, 1)", "{x}.view(torch.int64)", "{x}.swapaxes(0, 1)", "{x}.T",
 )  # fmt: skip
-# Not detach_ or requires_grad_(False): a view that is left behind has no history then, on the CPU
-# one that leads nowhere, on a virtual GPU an error.
+# Not detach_ or requires_grad_(False): a remaining view then has no history; using it leads nowhere
+# on the CPU, and raises an error on a virtual GPU.
 IN_PLACE = (
     "{x}.add_(1)", "{x}.mul_(0.5)", "{x}.zero_()", "{x}.fill_(0.25)", "{x}.sin_()", "{x}.neg_()", "{x}.t_()",
     "{x}.transpose_(0, -1)", "{x}.squeeze_()", "{x}.unsqueeze_(0)", "{x}.clamp_(-1, 1)", "{x}[0] = 0.5",
@@ -178,16 +178,17 @@ def view(p: Draft, r: Random) -> None:
 
 
 def in_place(p: Draft, r: Random) -> None:
-    # What is computed in inference mode can be changed outside of it through .data, on the CPU only.
+    # Only on the CPU can what was computed in inference mode be changed outside of it through
+    # .data.
     x = p.any(lambda t: dense(t) and not t.is_inference())
     line = r.choice(IN_PLACE).format(x=x)
     if "requires_grad_" in line and p.value(x)._is_view():
-        raise StopIteration  # its views would have no history on the CPU, and raise on use here
+        raise StopIteration  # on the CPU, its views would have no history; here, using them raises
     if ("squeeze_" in line or "strided_" in line) and leaf(p.value(x)):
-        raise StopIteration  # autograd would compare a gradient's strides with others past the end
+        raise StopIteration  # autograd would compare a gradient's strides past their end
     if p.value(x)._is_view() and p.value(x)._backward_hooks:
         raise StopIteration  # a view with a hook keeps its shape on a virtual GPU, and says so
-    if p.value(x)._is_view():  # without a look the CPU may take it for a leaf, and refuse
+    if p.value(x)._is_view():  # unless it's read, the CPU may take it for a leaf, and refuse
         line = f"{x}.grad_fn; {line}"
     p.add(f"with torch.no_grad(): {line}" if r.random() < 0.3 else line)
 
@@ -204,9 +205,9 @@ def binary_in_place(p: Draft, r: Random) -> None:
     line = r.choice(BINARY_IN_PLACE).format(x=x, y=y)
     to, of = p.value(x), p.value(y)
     if ("data" in line or "out" in line) and (to.shape, to.dtype) != (of.shape, of.dtype):
-        raise StopIteration  # views of what takes another size so fail on use, and not on the CPU
+        raise StopIteration  # views of a tensor that changes size like this fail on use, but not on the CPU
     if "grad" in line and to.untyped_storage().data_ptr() == of.untyped_storage().data_ptr():
-        raise StopIteration  # what has a view of itself as its gradient holds itself for good
+        raise StopIteration  # a tensor whose gradient is a view of itself keeps itself alive forever
     p.add(f"with torch.no_grad(): {line}" if r.random() < 0.3 else line)
 
 
@@ -217,11 +218,11 @@ def move(p: Draft, r: Random) -> None:
 
 
 def copy_over(p: Draft, r: Random) -> None:
-    """A copy between devices, which broadcasts and casts."""
+    """A copy between devices that broadcasts and casts."""
     x = p.any(lambda t: dense(t) and not t.is_inference())
     y = p.any_of(lambda n: dense(p.value(n)))
     if p.value(x).data_ptr() == p.value(y).data_ptr():
-        raise StopIteration  # onto itself: the CPU refuses it by strides of single elements
+        raise StopIteration  # onto itself: the CPU refuses that, depending on strides of single elements
     p.add(f"with torch.no_grad(): {x}.copy_({y})")
 
 
@@ -236,7 +237,7 @@ def gradient(p: Draft, r: Random) -> None:
     y = p.beside(x, lambda t: floating(t) and t.requires_grad and not t.is_leaf)
     create = r.random() < 0.4
     made = f"torch.autograd.grad(({y} * {y}.conj()).real.sum(), {x}, create_graph={create})[0]"
-    # autograd promises no strides
+    # autograd doesn't guarantee strides
     made += ".clone(memory_format=torch.contiguous_format)"
     p.add(f"{p.name()} = {made}", p.places[x])
 
@@ -267,7 +268,7 @@ def flat_gradient(p: Draft, r: Random) -> None:
 
 
 def copying(p: Draft, r: Random) -> None:
-    x = p.any(lambda t: not t.is_conj())  # of a lazy conjugate copy.copy makes a copy
+    x = p.any(lambda t: not t.is_conj())  # copy.copy of a lazy conjugate copies the values
     y = p.beside(x)
     name = p.name()
     made = r.choice(
@@ -275,7 +276,7 @@ def copying(p: Draft, r: Random) -> None:
          "nn.Parameter({x})", "copy.deepcopy(nn.Parameter({x}))", "torch.tensor({x})", "torch.as_tensor({x})")
     )  # fmt: skip
     line = f"{name} = " + made.format(x=x, y=y)
-    # A parameter or copy made in inference mode is one that torch itself cannot use.
+    # torch itself can't use a parameter or copy created in inference mode.
     p.add(line, p.places[x], in_contexts=False)
 
 
@@ -305,7 +306,7 @@ def sparse(p: Draft, r: Random) -> None:
     made = r.choice(("{x}.to_dense()", "{x} * 2", "{x}.coalesce()", "{x} + {x}", "{x}.t()", "{x}.coalesce().values()",
                      "torch.sparse.sum({x})", "{x}.clone()"))  # fmt: skip
     p.add(f"{p.name()} = " + made.format(x=x), p.places[x])
-    # Of a view of what changes then, its values, the CPU takes the gradient by strides: wrong ones.
+    # For a view of what then changes, the CPU computes the gradient from the wrong strides.
     base = p.value(x)
     if r.random() < 0.3 and not any(p.value(name)._base is base for name in p.places):
         p.add(r.choice(("{x}.add_({x})", "{x}.mul_(2)", "{x}.zero_()")).format(x=x))
@@ -333,7 +334,8 @@ def run_module(p: Draft, r: Random) -> None:
         p.add(f"step({m}, foreach={r.random() < 0.5})")
     else:
         p.modules[m] = r.choice((0, 1))
-        # A graph from before the move is refused, and what was taken of the module moves as well.
+        # A graph from before the move is refused, and references to the module's tensors move as
+        # well.
         p.places = {n: k for n, k in p.places.items() if not p.value(n).requires_grad}
         p.add(f"move({m}, {p.modules[m]})")
 
@@ -346,7 +348,7 @@ STEPS: dict[Callable[[Draft, Random], None], float] = {
 
 
 def programs(seed: int, steps: int = 18) -> Iterator[tuple[int, list[str]]]:
-    """Endless programs, each with the seed that it follows from."""
+    """Yields programs forever, each with its seed."""
     while True:
         draft = Draft(seed)
         make(draft, draft.rng)

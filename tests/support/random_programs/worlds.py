@@ -1,4 +1,4 @@
-"""A random program on the CPU and on virtual GPUs, and what must be the same about the two."""
+"""A random program on the CPU and on virtual GPUs, and what must match between the two."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ from torch import nn
 
 
 class Marks(TorchDispatchMode):
-    """Marks every storage of the block with an object that lives as long as the storage."""
+    """Marks every storage created in the block with an object that lives as long as the storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class World:
         self.gpus = gpus
         self.devices = ["vgpu:0", "vgpu:1", "cpu"] if gpus else ["cpu"] * 3
         self.errors: list[str] = []
-        self.first: dict[str, int] = {}  # the version that each variable had at first
+        self.first: dict[str, int] = {}  # each variable's initial version
         self.names: dict[str, Any] = {
             "F": F,
             "copy": copy,
@@ -67,7 +67,7 @@ class World:
     def leaf(
         self, shape: tuple[int, ...], start: int, dtype: str, place: int, grad: bool
     ) -> torch.Tensor:
-        """A tensor of known values."""
+        """A tensor with known values."""
         count = torch.Size(shape).numel()
         values = torch.arange(start, start + count, dtype=torch.float64).mul(1.3).sin()
         kind = getattr(torch, dtype)
@@ -85,14 +85,14 @@ class World:
         return module.to(self.devices[place])
 
     def move(self, module: nn.Module, place: int) -> None:
-        """``module.to``, which copies; where all devices are the CPU, it would not."""
+        """``module.to``, but always with a copy; if all devices are the CPU, it wouldn't copy."""
         if not self.gpus and module.place != place:
             module._apply(torch.clone)
         module.place = place
         module.to(self.devices[place])
 
     def to(self, tensor: torch.Tensor, place: int) -> torch.Tensor:
-        """A copy on another device; where all are the CPU, ``to`` would not copy."""
+        """A copy on another device; if all are the CPU, ``to`` wouldn't copy."""
         return tensor.to(self.devices[place], copy=not self.gpus)
 
     def use(self, place: int) -> None:
@@ -100,12 +100,12 @@ class World:
             torch.vgpu.set_device(place)
 
     def run(self, line: str) -> None:
-        """Run a line, and note the kind of the error that it raised."""
+        """Run a line, and record the type of the error that it raised."""
         try:
             exec(line, self.names)
         except NameError as error:
             self.errors.append("" if "'v" in str(error) else repr(error))
-        except Exception as error:  # whatever it is, the other world must raise it too
+        except Exception as error:  # whatever it is, the other world must raise it, too
             self.errors.append(type(error).__name__)
         else:
             self.errors.append("")
@@ -140,7 +140,7 @@ def step(module: nn.Module, foreach: bool) -> None:
 
 
 def difference(lines: list[str]) -> str:
-    """How the program differs between the CPU and virtual GPUs; empty where it does not."""
+    """How the program differs between the CPU and virtual GPUs; empty if it doesn't."""
     worlds = []
     before = _allocated()
     with warnings.catch_warnings():
@@ -158,7 +158,7 @@ def difference(lines: list[str]) -> str:
             world.names.clear()
     torch.vgpu.set_device(0)
     if _allocated() != before:
-        # After an error autograd's queue keeps what it has not run until the next backward.
+        # After an error, autograd's queue keeps unfinished work until the next backward.
         torch.ones(1, requires_grad=True).sum().backward()
         gc.collect()
     left = [now - then for now, then in zip(_allocated(), before, strict=True)]
@@ -168,7 +168,7 @@ def difference(lines: list[str]) -> str:
 
 
 def _leaks_on_the_cpu(lines: list[str]) -> bool:
-    """Whether torch itself leaves memory behind: x.mul_(x) of a computed tensor does."""
+    """Whether torch itself leaks memory, as x.mul_(x) of a computed tensor does."""
     world = World(gpus=False)
     with warnings.catch_warnings(), Marks() as block:
         warnings.simplefilter("ignore")
@@ -215,9 +215,9 @@ def _compare(lines: list[str], cpu: World, gpu: World) -> str:
 
 
 def _is_cut_short(line: str, world: World) -> bool:
-    """Whether a line is about a tensor that has a history and no elements.
+    """Whether a line is about a tensor with a history but no elements.
 
-    Without elements autograd may cut a graph short; what it refuses on the CPU is chance then.
+    Without elements, autograd may cut a graph short, so what it refuses on the CPU is random.
     """
     named = [world.names.get(name) for name in re.findall(r"\bv\d+", line)]
     tensors = [value for value in named if isinstance(value, torch.Tensor)]
@@ -229,7 +229,7 @@ def _grad(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
-    """The memory of a tensor; None where it has none."""
+    """The address of a tensor's memory; None if it has none."""
     if tensor.layout is not torch.strided:
         return None
     storage = tensor.untyped_storage()
@@ -240,14 +240,14 @@ ASPECTS = ("dtype", "layout", "shape", "requires_grad", "is_leaf")
 
 
 def _compare_tensors(name: str, found: Any, expected: Any, gradient: bool = False) -> str:
-    """gradient: without strides, which depend on how autograd adds gradients up."""
+    """gradient: leave out strides, which depend on how autograd accumulates gradients."""
     if (found is None) != (expected is None):
         return f"{name}: {found}, on the CPU {expected}"
     if expected is None:
         return ""
     if found.is_inference() != expected.is_inference():
         return f"{name}: inference {found.is_inference()}, on the CPU {expected.is_inference()}"
-    # Without elements autograd may cut a graph short.
+    # Without elements, autograd may cut a graph short.
     for aspect in ASPECTS if expected.numel() else ASPECTS[:3]:
         one, other = _ask(found, aspect), _ask(expected, aspect)
         if one != other:
@@ -264,12 +264,12 @@ def _compare_tensors(name: str, found: Any, expected: Any, gradient: bool = Fals
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
-    """The strides that mean something: a dimension of one element is never stepped along."""
+    """The meaningful strides: those of dimensions with one element aren't."""
     return [stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True) if n != 1]
 
 
 def _ask(tensor: torch.Tensor, aspect: str) -> Any:
-    """An attribute; the kind of the error where autograd refuses the tensor."""
+    """An attribute, or the type of the error if autograd refuses the tensor."""
     try:
         return getattr(tensor, aspect)
     except (IndexError, RuntimeError) as error:
@@ -277,7 +277,7 @@ def _ask(tensor: torch.Tensor, aspect: str) -> Any:
 
 
 def shrunk(lines: list[str]) -> list[str]:
-    """The program without what its difference does not need."""
+    """The shortest version of the program that still differs."""
     changed = True
     while changed:
         changed = False

@@ -1,7 +1,7 @@
-"""Ways to train on several ranks, each the same few steps on whatever device type is asked for.
+"""Ways to train on several ranks, each with the same few steps on the requested device type.
 
-Every way is called on each rank as ``way(rank, world_size, device_type)`` with a process group in
-place. It returns what must not depend on the device type: losses, norms and parameters, as CPU
+Every way is called on each rank as ``way(rank, world_size, device_type)``, with an existing process
+group. It returns what must not depend on the device type: losses, norms and parameters, as CPU
 tensors.
 """
 
@@ -24,7 +24,7 @@ WAYS = {
 
 
 def both(rank, world_size, ways):
-    """What each way gives on the CPU, and what on this rank's GPU, real or virtual."""
+    """Each way's results on the CPU, and on this rank's GPU, real or virtual."""
     found = {}
     for way in ways:
         results = []

@@ -1,4 +1,4 @@
-"""Batches split over copies of the model: DDP in its ways, sharded optimizer state."""
+"""Batches split over copies of the model: DDP's variants, sharded optimizer state."""
 
 import torch
 from torch.nn import functional as F

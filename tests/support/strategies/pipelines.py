@@ -1,4 +1,4 @@
-"""Layers split into stages, with the schedules that PyTorch has."""
+"""Layers split into stages, with PyTorch's schedules."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Parameters split too, by fully_shard; a checkpoint read by other ranks than wrote it."""
+"""Parameters split as well, by fully_shard; a checkpoint read by other ranks than those that wrote it."""
 
 import shutil
 import tempfile
@@ -26,7 +26,8 @@ def _sharded(rank, world_size, device_type, mesh=None, seed=0, norm=nn.LayerNorm
 
 def _fsdp(rank, world_size, device_type, mesh=None, **options):
     model, device = _sharded(rank, world_size, device_type, mesh, **options)
-    # On a mesh of two dimensions torch takes a while over what AdamW does, and it is on one.
+    # On a two-dimensional mesh, torch takes a while for AdamW's operations, which a one-dimensional
+    # mesh also covers.
     optimizer = adamw(model) if mesh is None else sgd(model)
     return trained(model, optimizer, device, rank, world_size, clip=1.0) + parameters_of(model)
 
@@ -36,7 +37,7 @@ def fsdp(rank, world_size, device_type):
 
 
 def fsdp1(rank, world_size, device_type):
-    """The class that came before ``fully_shard``."""
+    """The class that preceded ``fully_shard``."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     device = device_of(device_type, rank)
@@ -69,7 +70,7 @@ def hybrid_sharding(rank, world_size, device_type):
 
 
 def checkpoint_on_other_ranks(rank, world_size, device_type):
-    """Write with all ranks, read with half of them, and into a plain model."""
+    """Write with all ranks; read with half of them, and into a plain model."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 

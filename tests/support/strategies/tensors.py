@@ -1,4 +1,4 @@
-"""Tensors split: DTensors, tensor and sequence parallelism, attention by heads and rings."""
+"""Tensors that are split: DTensors, tensor and sequence parallelism, attention by heads and in rings."""
 
 import torch
 from torch.nn import functional as F
@@ -60,7 +60,8 @@ def _parallelized(rank, world_size, device_type, sequence):
 
 def _train_together(model, rank, world_size, device_type, inputs_of=lambda x: x):
     device = device_of(device_type, rank)
-    # Some parameters are DTensors and some not: a GPU's default, foreach, refuses the two together.
+    # Some parameters are DTensors and some aren't: foreach, a GPU's default, refuses the two
+    # together.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     found = []
     for step in range(STEPS):
@@ -86,7 +87,7 @@ def sequence_parallel(rank, world_size, device_type):
 
 
 def attention_by_heads(rank, world_size, device_type):
-    """Fused attention on DTensors that are split by heads; by hand where the CPU has no rule."""
+    """Fused attention on DTensors that are split by heads; written by hand if the CPU has no rule."""
     from torch.distributed.tensor import DTensor, Shard
 
     mesh = mesh_of(device_type, world_size)
@@ -103,10 +104,9 @@ def attention_by_heads(rank, world_size, device_type):
 
 
 def context_parallel(rank, world_size, device_type):
-    """Ring attention over a sequence that is split, beside full attention on each rank.
-
-    A rank has two parts of 32 positions: CUDA's kernel pads its logarithms to as many, and torch's
-    ring takes no others.
+    """Ring attention over a split sequence, compared with full attention on each rank. A rank has
+    two parts of 32 positions: CUDA's kernel pads its logsumexp to a multiple of that, and torch's
+    ring accepts no others.
     """
     torch.manual_seed(2)
     parts = [torch.randn(1, 2, 64 * world_size, 8) for _ in range(3)]

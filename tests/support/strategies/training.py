@@ -53,7 +53,7 @@ def trained(model, optimizer, device, rank, world_size, steps=STEPS, clip=None):
 
 
 def full(value):
-    """A tensor, or the whole of a DTensor, on the CPU."""
+    """A tensor, or the full tensor of a DTensor, on the CPU."""
     value = value.detach()
     if hasattr(value, "full_tensor"):
         value = value.full_tensor()
@@ -71,7 +71,7 @@ def mesh_of(device_type, *shape, names=None):
 
 
 def beside_one_process(way):
-    """What one process gets on the whole batch, for ways that train ``network(0)`` by the batch."""
+    """A single process's results on the whole batch, for ways that train ``network(0)`` data-parallel."""
     world_size = 4
     model = network(0)
     optimizer = sgd(model) if way in ("ddp", "hybrid_sharding") else adamw(model)

@@ -1,4 +1,4 @@
-"""The typical mistakes in each exercise, one file a lesson."""
+"""The typical mistakes in each exercise, one file per lesson."""
 
 import importlib
 
@@ -6,7 +6,7 @@ import importlib
 def wrong_answers(exercise_id):
     """The typical mistakes for an exercise: pairs of code and a phrase of the hint it must get.
 
-    A phrase that names a rank or a random number is a compiled pattern.
+    Phrases with a rank or a random number are compiled patterns.
     """
     lesson = int(exercise_id.split(".")[0])
     return importlib.import_module(f"wrong_answers.lesson_{lesson:02d}").WRONG[exercise_id]

@@ -123,7 +123,7 @@ WRONG = {
         ),
         (
             _ELSEWHERE.format(first="pass", named=_BOTH, test="tensor.device != device"),
-            "equals no tensor's device",
+            "doesn't equal any tensor's device",
         ),
         (
             _ELSEWHERE.format(first="pass", named=_BOTH, test="tensor.device.type != device.type"),
@@ -137,7 +137,7 @@ WRONG = {
         ),
     ],
     "99.2": [
-        (_ROUNDED.format(before="", result="torch.round(x / step) * step"), "gradient 0"),
+        (_ROUNDED.format(before="", result="torch.round(x / step) * step"), "a gradient of 0"),
         (_ROUNDED.format(before="", result="torch.round(x.detach() / step) * step"), "Detach the"),
         (
             _ROUNDED.format(before="x.data = torch.round(x.data / step) * step", result="x * 1"),
@@ -153,7 +153,7 @@ WRONG = {
             "    def backward(ctx, gradient):\n"
             "        return gradient, None\n\n"
             + _ROUNDED.format(before="", result="Rounded.apply(x, step)"),
-            "autograd does not see",
+            "autograd doesn't see",
         ),
     ],
     "99.3": [
@@ -173,7 +173,7 @@ WRONG = {
                 of_model="model.parameters()",
                 change="old.mul_(decay).add_(new.to(old.device), alpha=1 - decay)",
             ),
-            "Buffers decide",
+            "Buffers, too, affect",
         ),
         (
             _UPDATE.format(
@@ -182,7 +182,7 @@ WRONG = {
                 of_model="model.parameters()",
                 change="old.mul_(1 - decay * 0.9).add_(new.to(old.device), alpha=decay)",
             ),
-            "share of the old average",
+            "weight of the old average",
         ),
         (
             _UPDATE.format(
@@ -243,7 +243,7 @@ WRONG = {
             _MAKESPAN.format(
                 backward_needs='[("F", i, s)]', stuck="return None", result="max(free_s)"
             ),
-            "that of the next stage",
+            "needs the next stage's",
         ),
         (
             _MAKESPAN.format(
@@ -282,7 +282,7 @@ WRONG = {
         ("def largest_batch(peak, budget_bytes):\n    return 1500", "grows with it"),
     ],
     "99.11": [
-        (_waits(rows="rows"), "Rows come in any order"),
+        (_waits(rows="rows"), "Rows are in random order"),
         (_waits(counts='row["name"].startswith("nccl")'), "only kernels count"),
         (_waits(counts='row["cat"] == "kernel"'), "only kernels count"),
         (
@@ -301,7 +301,7 @@ WRONG = {
         (_sent(rest="gradient - messages[-1].float()"), "should have been sent and what was"),
         (_sent(whole="gradient.add_(rest)"), "writes into the tensor"),
         (_sent(message="compress(whole).float()"), "what compress returns"),
-        ("def sent(gradients, compress):\n    return []", "once for each step"),
+        ("def sent(gradients, compress):\n    return []", "once per step"),
     ],
     "99.13": [
         (
@@ -314,7 +314,7 @@ WRONG = {
                 "for end in range(size, len(p) + 1, size)}",
                 others=_OTHERS,
             ),
-            "Keys depend on all tokens before",
+            "Keys depend on all earlier tokens",
         ),
         (
             _PAGES.format(

@@ -1,4 +1,4 @@
-"""The same of the tasks that run on ranks."""
+"""Typical mistakes in the exam's tasks that run on ranks."""
 
 _LARGEST = """
 def largest(scores, k):
@@ -77,7 +77,7 @@ WRONG = {
                 scale=_SCALE,
                 scaled=_ALL,
             ),
-            "count once",
+            "count them once",
         ),
         (
             _CLIP.format(
@@ -87,7 +87,7 @@ WRONG = {
             ),
             "what one rank has",
         ),
-        (_CLIP.format(norm=_NORM, scale="max_norm / norm", scaled=_ALL), "never make one larger"),
+        (_CLIP.format(norm=_NORM, scale="max_norm / norm", scaled=_ALL), "never make it larger"),
         (_CLIP.format(norm=_NORM, scale=_SCALE, scaled="sharded"), "Scale every gradient"),
         (
             _CLIP.format(

@@ -15,12 +15,12 @@ WRONG = {
             "def to_device(batch, device):\n    return batch.to(devices.lab(2)[0])\n",
             "the device that your function was given",
         ),
-        # The name of one kind of GPU.
+        # The name of a single kind of GPU.
         (
             "def to_device(batch, device):\n    return batch.to('gpu:1')\n",
             "Move a tensor to the device",
         ),
-        # Whatever has a method of that name.
+        # Anything with a method of that name.
         (
             "def to_device(batch, device):\n"
             "    if hasattr(batch, 'to'):\n"
@@ -71,7 +71,7 @@ WRONG = {
             "    return batch\n",
             "A dict has no .to()",
         ),
-        # The dict that was handed in is written into.
+        # The dict that was passed in is modified.
         (
             "def to_device(batch, device):\n"
             "    if isinstance(batch, torch.Tensor):\n"
@@ -82,9 +82,9 @@ WRONG = {
             "        for key in batch:\n"
             "            batch[key] = to_device(batch[key], device)\n"
             "    return batch\n",
-            "do not write into the old ones",
+            "don't write into the old ones",
         ),
-        # A namedtuple made like a tuple.
+        # A namedtuple created like a tuple.
         (
             "def to_device(batch, device):\n"
             "    if isinstance(batch, torch.Tensor):\n"
@@ -116,7 +116,7 @@ WRONG = {
     "1.2": [
         # Only the function, without the class.
         ("Net = None\ndef run(*args):\n    return 0.0\n", "Pass both names"),
-        # As the script stands, with the raise deleted: the first error it meets.
+        # The unchanged script, without the raise: the first error that it meets.
         (
             "class Net(nn.Module):\n"
             "    def __init__(self):\n"
@@ -151,7 +151,7 @@ WRONG = {
             "    return loss.detach().cpu().numpy()\n",
             "register_buffer",
         ),
-        # A parameter moves too, but it would be trained.
+        # A parameter moves, too, but it would be trained.
         (
             "class Net(nn.Module):\n"
             "    def __init__(self):\n"
@@ -168,7 +168,7 @@ WRONG = {
             "    return loss.detach().cpu().numpy()\n",
             "mean is a parameter",
         ),
-        # No mean any more, and no fault with it.
+        # The mean is gone, and the fault with it.
         (
             "class Net(nn.Module):\n"
             "    def __init__(self):\n"
@@ -199,7 +199,7 @@ WRONG = {
             "    return loss.detach().numpy()\n",
             "The whole model stays on the device",
         ),
-        # Computed on the CPU, and moved afterwards for the eye.
+        # Computed on the CPU, and moved afterwards for show.
         (
             "class Net(nn.Module):\n"
             "    def __init__(self):\n"
@@ -213,9 +213,9 @@ WRONG = {
             "    loss = F.cross_entropy(model(images), labels, weight=weights)\n"
             "    model.to(device)\n"
             "    return loss.detach().numpy()\n",
-            "on the device that was asked for",
+            "on the requested device",
         ),
-        # The weights went overboard, and the error with them.
+        # The weights are dropped, and the error with them.
         (
             "class Net(nn.Module):\n"
             "    def __init__(self):\n"
@@ -256,16 +256,16 @@ WRONG = {
             "def physical(visible, ordinal, cards):\n"
             "    seen = [int(text) for text in (visible or '').split(',') if text]\n"
             "    return seen[ordinal] if ordinal < len(seen) else None\n",
-            "not set",
+            "isn't set",
         ),
-        # Set but empty is taken for unset.
+        # Set but empty is treated as unset.
         (
             "def physical(visible, ordinal, cards):\n"
             "    seen = [int(t) for t in visible.split(',')] if visible else list(range(cards))\n"
             "    return seen[ordinal] if ordinal < len(seen) else None\n",
             "hides every card",
         ),
-        # The answer as a text.
+        # The answer as a string.
         (
             "def physical(visible, ordinal, cards):\n"
             "    seen = visible.split(',') if visible else []\n"

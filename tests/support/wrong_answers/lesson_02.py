@@ -41,6 +41,10 @@ WRONG = {
             "Make a new tensor",
         ),
         (
+            _LOSS.format(edit="hidden = hidden.clone(); hidden.data[hidden.data.abs() < 0.1] = 0"),
+            "edit is hidden from autograd",
+        ),
+        (
             _LOSS.format(edit="hidden = hidden.masked_fill(hidden.abs() < 0.1, 0).detach()"),
             "cuts the graph",
         ),
@@ -85,7 +89,7 @@ WRONG = {
             ),
             "not a tensor",
         ),
-        (_METER.format(update="self.total += loss.item()", mean=_BY_COUNT), "Weigh each batch"),
+        (_METER.format(update="self.total += loss.item()", mean=_BY_COUNT), "Weight each batch"),
         (
             _METER.format(update="self.total += loss.detach().mul_(count).item()", mean=_BY_COUNT),
             "changed the caller's loss",
@@ -106,7 +110,7 @@ WRONG = {
         ),
         (
             _HEAD.format(block="torch.no_grad()", end="\n    torch.set_grad_enabled(False)"),
-            "as a function stays",
+            "as a function, stays",
         ),
         (
             _HEAD.format(block="torch.no_grad()", end="; backbone.requires_grad_(False)"),

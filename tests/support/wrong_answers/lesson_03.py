@@ -104,7 +104,7 @@ def epoch(
 
 WRONG = {
     "3.1": [
-        (evaluation(result="right / count, loss_sum / count"), "The share comes first"),
+        (evaluation(result="right / count, loss_sum / count"), "The share is first"),
         (evaluation(result="loss_sum / count, right"), "Divide the sum"),
         ("evaluate = evaluate_with_faults", "Dropout is still on"),
         (evaluation(guard="torch.enable_grad()"), "no_grad() saves"),
@@ -124,9 +124,9 @@ WRONG = {
         (epoch(result="loss_sum / count"), ".item() turns"),
     ],
     "3.3": [
-        (_NO_ORDER, "Another shuffle"),
+        (_NO_ORDER, "A different shuffle"),
         (_NO_RANDOM_STATE, "drew from torch's CPU random state"),
-        (_ONE_TOO_FEW, "no more, no fewer"),
+        (_ONE_TOO_FEW, "no more and no fewer"),
         (_A_LIST, "yield from"),
         (_AHEAD, "draw each batch only when"),
         (

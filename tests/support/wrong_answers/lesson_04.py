@@ -12,7 +12,7 @@ WRONG = {
         (
             "def replica_sizes(b, n):\n"
             "    return [x for x in (b // n + (i < b % n) for i in range(n)) if x]",
-            "does not even the shares out",
+            "doesn't even out the shares",
         ),
         ("def replica_sizes(b, n):\n    return b", "a list of whole numbers"),
         (
@@ -24,7 +24,7 @@ WRONG = {
     ],
     "4.2": [
         ("def batch_for_all(wanted, n):\n    return wanted", "feeds only"),
-        ("def batch_for_all(wanted, n):\n    return n", "were wanted"),
+        ("def batch_for_all(wanted, n):\n    return n", "are needed"),
         ("def batch_for_all(wanted, n):\n    return float(10**6 * n)", "a whole number"),
         (
             "def batch_for_all(wanted, n):\n"
@@ -37,15 +37,15 @@ WRONG = {
         ("def batch_for_all(wanted, n):\n    return -(-wanted // n) * n", "smaller batch"),
     ],
     "4.3": [
-        ("def wrap(lstm, gpus):\n    return lstm.to(gpus[0])", "all of them and no others"),
+        ("def wrap(lstm, gpus):\n    return lstm.to(gpus[0])", "Use exactly the GPUs"),
         (
             # The lesson has eight GPUs enabled, and three are given.
             "def wrap(lstm, gpus):\n    return nn.DataParallel(lstm.to(gpus[0]), dim=1)",
-            "Without device_ids, DataParallel takes every GPU",
+            "Without device_ids, DataParallel uses every GPU",
         ),
         (
             "def wrap(lstm, gpus):\n    return nn.DataParallel(lstm.to(gpus[0]), gpus)",
-            "cut dimension 1, not 0",
+            "split dimension 1, not 0",
         ),
         (
             "def wrap(lstm, gpus):\n    return nn.DataParallel(lstm, gpus, dim=1)",

@@ -62,20 +62,20 @@ WRONG = {
                 body="replicas = replicate(module, gpus)[: len(chunks)]\n"
                 "    return gather(parallel_apply(replicas, chunks), gpus[0])"
             ),
-            "cut the list first",
+            "shorten the list first",
         ),
         (
             _PARTS.format(
                 body="return parallel_apply(replicate(module, gpus[: len(chunks)]), chunks)"
             ),
-            "Return what gather gives",
+            "Return what gather returns",
         ),
         (
             _PARTS.format(
                 body="replicas = replicate(module, gpus[: len(chunks)])\n"
                 "    return gather(parallel_apply(replicas, chunks), gpus[1])"
             ),
-            "where the outputs are joined",
+            "on which the outputs are joined",
         ),
         (
             _PARTS.format(
@@ -120,7 +120,7 @@ WRONG = {
         (_counter("self.calls = [0]", "self.calls[0] += 1"), "compares int(model.calls)"),
         (
             _counter("self.calls = torch.zeros(())", "self.calls.add_(1)"),
-            "once for each replica",
+            "once per replica",
         ),
         (_counter("self.calls = 3", "pass"), "expected"),
         *(
@@ -184,7 +184,7 @@ WRONG = {
             "    state = {k.removeprefix('module.'): v for k, v in state.items()}\n"
             "    bare.load_state_dict(state)\n"
             "    return 'done'",
-            "in those words",
+            "in exactly those words",
         ),
         (
             # A bare model may have a part called module, too.
@@ -195,7 +195,7 @@ WRONG = {
             "exactly one module.",
         ),
         (
-            # Goes by the names alone: a bare model may have one part, called module.
+            # Only looks at the names: a bare model may have one part, called module.
             "def load_any(model, state):\n"
             "    wrapped = isinstance(model, nn.DataParallel)\n"
             "    prefixed = all(k.startswith('module.') for k in state)\n"
@@ -206,7 +206,7 @@ WRONG = {
             "        state, did = {'module.' + k: v for k, v in state.items()}, 'prefix added'\n"
             "    model.load_state_dict(state)\n"
             "    return did",
-            "if the model's own keys are not the state's",
+            "if the model's own keys differ from the state's",
         ),
     ],
 }

@@ -144,7 +144,7 @@ def sum_over_ranks(tensor):
     return total.cpu()
 """,
             re.compile(
-                r"the answer is on the cpu, and the tensor came on vgpu:[0-3]: make it there, with"
+                r"the answer is on the cpu, but the tensor was on vgpu:[0-3]: make it there, with"
             ),
         ),
         ("def sum_over_ranks(tensor):\n    return tensor / 0 + missing", "line 2 of your cell"),
@@ -208,7 +208,7 @@ def mean_over_ranks(values):
     dist.all_reduce(total)
     return total[0] / total[1]
 """,
-            "follow the odd one back",
+            "where the odd one comes from",
         ),
         (
             "def mean_over_ranks(values):\n    return values.mean()",
@@ -245,10 +245,10 @@ def mean_over_ranks(values):
     "6.3": [
         (
             "def ring_all_reduce(tensor):\n    dist.all_reduce(tensor)\n    return tensor",
-            "from exchange alone",
+            "only exchange to build",
         ),
         ("def ring_all_reduce(tensor):\n    return tensor", "own tensor"),
-        (_RING.format(last="break"), "Go round once more"),
+        (_RING.format(last="break"), "Go around once more"),
         (_RING.format(last="incoming += received"), "added more than once"),
         (
             _RING.format(last="incoming.copy_(received)").replace(
@@ -257,7 +257,7 @@ def mean_over_ranks(values):
             "In step s",
         ),
         (
-            # Whole tensors go round the ring.
+            # Whole tensors travel around the ring.
             """
 def ring_all_reduce(tensor):
     total, moving = tensor.clone(), tensor
@@ -294,11 +294,11 @@ def ring_all_reduce(tensor):
         (
             # The right length in the first case, where no rank stops early.
             AVERAGED.format(rest="if average < limit: break\n        averages.insert(0, average)"),
-            "before the first one that is below the limit",
+            "before the first one that's below the limit",
         ),
         (
             AVERAGED.format(rest="averages.append(average)\n        if average < limit: break"),
-            "before it is noted",
+            "and isn't returned",
         ),
         (
             AVERAGED.format(
@@ -313,7 +313,7 @@ def stop_together(rank, world_size, losses, limit):
     averages = [sum(step) / world_size for step in zip(*losses)]
     return [a for step, a in enumerate(averages) if min(averages[: step + 1]) >= limit]
 """,
-            "does not know the losses of the others",
+            "doesn't know the losses of the others",
         ),
         (
             AVERAGED.format(rest="if average <= limit: break\n        averages.append(average)"),

@@ -67,7 +67,7 @@ WRONG = {
         (_HANDMADE.format(start=_SEND, hook="pass"), "average of all ranks"),
         (
             _HANDMADE.format(start=_SEND, hook=f"{_AVERAGE}; {_AVERAGE}"),
-            "12: one for each of 4 parameters",
+            "12: one per backward for each of the 4 parameters",
         ),
         (_HANDMADE.format(start=_SEND, hook="p.grad.zero_()"), "Nothing moved"),
         (
@@ -129,7 +129,7 @@ WRONG = {
         ),
         (_sampler("range(rank, len(data) - len(data) % num_replicas, num_replicas)"), "to no rank"),
         (_sampler("range(rank + 1, len(data) + 1, num_replicas)"), "don't exist"),
-        (_sampler("range(len(data)) if rank == 0 else range(0)"), "slowest rank decides"),
+        (_sampler("range(len(data)) if rank == 0 else range(0)"), "slowest rank sets the pace"),
         (
             _sampler("iter(range(rank, len(data), num_replicas))", "self.indices", "0"),
             "len(sampler)",
@@ -161,7 +161,7 @@ WRONG = {
             "DDP sent nothing",
         ),
         (
-            # Only the backward stands inside no_sync.
+            # Only the backward is inside no_sync.
             "from contextlib import nullcontext\n"
             + _ACCUMULATE.format(
                 body=f"loss = {_LOSS_OF_ONE}\n"
@@ -187,7 +187,7 @@ WRONG = {
                 "        with nullcontext() if last else parallel.no_sync():\n"
                 f"            ({_LOSS_OF_ONE} / dist.get_world_size()).backward()"
             ),
-            "divides by their number already",
+            "already divides by their number",
         ),
         (
             # Only the last micro-batch counts.
@@ -203,7 +203,7 @@ WRONG = {
             "Joined micro-batches",
         ),
         (
-            # Sent once, and each micro-batch by itself, but every graph is kept until the end.
+            # Sent once, and each micro-batch separately, but every graph is kept until the end.
             "def accumulate(parallel, micro_batches):\n"
             f"    sum({_LOSS_OF_ONE} for x, y in micro_batches).backward()",
             "a sum of losses keeps every graph",
@@ -217,7 +217,7 @@ WRONG = {
             "    for parameter in parallel.parameters():\n"
             "        dist.all_reduce(parameter.grad)\n"
             "        parameter.grad /= dist.get_world_size()",
-            "sent past DDP",
+            "you sent it, not DDP",
         ),
         ("def accumulate(parallel, micro_batches):\n    pass", "left no gradient"),
     ],

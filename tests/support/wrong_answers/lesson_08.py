@@ -131,8 +131,8 @@ WRONG = {
     ],
     "8.3": [
         ("def balanced_cut(layers, batch, gpus):\n    return len(layers) // 2", "layers differ"),
-        (_EVEN.format(size="sum(p.nbytes for p in layer.parameters())"), "parameters alone"),
-        (_EVEN.format(size="hidden.nbytes"), "activations alone"),
+        (_EVEN.format(size="sum(p.nbytes for p in layer.parameters())"), "only the parameters"),
+        (_EVEN.format(size="hidden.nbytes"), "only the activations"),
         ("def balanced_cut(layers, batch, gpus):\n    return 3", "on the fuller GPU"),
         ("def balanced_cut(layers, batch, gpus):\n    return 0", "at least one"),
         ("def balanced_cut(layers, batch, gpus):\n    return layers[:3]", "how many layers"),

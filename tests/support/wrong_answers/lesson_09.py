@@ -45,7 +45,7 @@ def _repaired(first="pass", second="pass", third="pass", returned="products"):
     return _REPAIRED.format(first=first, second=second, third=third, returned=returned)
 
 
-# A new tensor for each batch, which goes while its product may still read it.
+# A new tensor for each batch, which is freed while its product may still read it.
 _NOT_RECORDED = """
 def repaired(batches, weight):
     default, side = torch.accelerator.current_stream(weight.device), torch.Stream(weight.device)
@@ -71,7 +71,7 @@ WRONG = {
         (_pipelined(step="hidden = stage(hidden.detach().to(gpu))"), "cuts the graph"),
         (
             _pipelined(step="hidden = stage(hidden.to(gpu)); hidden.sum().item()"),
-            "ask for no value there",
+            "don't read any value there",
         ),
         (
             # All pieces through one stage, then all through the next.
@@ -98,7 +98,7 @@ WRONG = {
         (_NOT_RECORDED, "or call record_stream"),
         (
             _repaired(first=_ARRIVED, second=_READ).replace(f"    {_READ}\n", "", 1),
-            "The memory of the buffers",
+            "may still read the buffers' memory",
         ),
         (_repaired(first=_ARRIVED, second=_READ, returned="products[1:]"), "One product for each"),
     ],

@@ -26,18 +26,18 @@ WRONG = {
         # The same warm-up on every stage: the last one holds four as well.
         # One more than needed.
         # No warm-up at all: everything fits, and nothing overlaps.
-        (_order(warm="0"), "the first ones can take more forwards"),
-        # The warm-up grows with the stage, where it should shrink.
+        (_order(warm="0"), "the first ones can run more forwards"),
+        # The warm-up grows with the stage, although it should shrink.
         (_order(warm="min(stage, micro_batches)"), "never ends"),
-        # Backward before forward in the steady part: the last stage has nothing to go back with.
+        # Backward before forward in the steady part: the last stage has nothing to run backward.
         (_order(loop=f'row.append(f"B{{i}}"); {_NEXT}'), "comes later in its own row"),
-        # With one micro-batch, three forwards of warm-up.
+        # Three warm-up forwards, even with one micro-batch.
         (_order(warm="3 - stage"), "These rows aren't a schedule"),
         # Without the backwards at the end.
         # Numbers, not texts.
     ],
     "10.2": [
-        # As many layers each.
+        # Equally many layers each.
         (
             _CUT.format(
                 "each = count // devices; return [each] * (devices - 1) + "
@@ -47,7 +47,7 @@ WRONG = {
         ),
         # One layer each, and the rest on the last.
         (_CUT.format("return [count // devices] * devices + [count % devices]"), "add up to"),
-        (_CUT.format("return [0] * (devices - 1) + [count]"), "whole numbers from 1"),
+        (_CUT.format("return [0] * (devices - 1) + [count]"), "whole numbers of at least 1"),
         (_CUT.format("return [sum(layer_times) / devices] * devices"), "how many layers"),
     ],
     "10.3": [
@@ -56,7 +56,7 @@ WRONG = {
             _LOSSES.format("losses = list(map(step, batches)); return [x.item() for x in losses]"),
             "make one tensor",
         ),
-        (_LOSSES.format("return [step(batch) for batch in batches]"), "Ask for the numbers once"),
+        (_LOSSES.format("return [step(batch) for batch in batches]"), "Read the numbers once"),
         (_LOSSES.format("return sum(map(step, batches)).item()"), "Python numbers"),
         (_LOSSES.format("return torch.stack([step(b) for b in batches[1:]]).tolist()"), "a list"),
     ],

@@ -23,12 +23,12 @@ _RIGHT = f"{_SUM} * dist.get_world_size() / total.item()"
 
 WRONG = {
     "11.1": [
-        # The sum of all causes, as if all were at their most at once.
+        # The sum of all causes, as if all peaked at once.
         (_PEAK.format("4 * (always + sum(weights) + hidden)"), "The peak is in backward"),
-        # Without the gradients that flow.
+        # Without the gradients of activations.
         (_PEAK.format("4 * (always + hidden)"), "There are then: parameters"),
         (
-            # Right for backward, and the update is forgotten.
+            # Right for backward, but the update is forgotten.
             _PEAK.format(
                 "4 * (always + max(batch_size * (sum(sizes[1 : i + 2]) + 2 * sizes[i + 1])"
                 " + sum(weights[i + 1 :]) for i in range(len(weights))))"
@@ -52,9 +52,9 @@ WRONG = {
             "a float32 has 4 bytes",
         ),
         (_PEAK.format("0"), "There are then"),
-        # The formula of the solution, each time without one thing of it.
+        # The solution's formula, each time without one of its terms.
         (
-            # Right, and no prediction.
+            # Right, but not a prediction.
             "def peak_bytes(sizes, batch_size, optimizer):\n"
             "    (gpu,) = devices.lab(1)\n"
             "    layers = [m for i, o in zip(sizes, sizes[1:]) for m in (nn.Linear(i, o), nn.ReLU())]\n"
@@ -91,7 +91,7 @@ WRONG = {
             "inside no_sync",
         ),
         (
-            # Every micro-batch alone and past DDP, then sent by hand.
+            # Every micro-batch separately and bypassing DDP, then sent by hand.
             "def accumulate(parallel, micro_batches):\n"
             "    total = torch.tensor(sum(len(x) for x, _ in micro_batches))\n"
             "    dist.all_reduce(total)\n"
@@ -119,7 +119,7 @@ WRONG = {
     ],
     "11.3": [
         (
-            # The fewest stages, which are not the fewest layers.
+            # The fewest stages, which aren't the fewest layers.
             "def choose(layers, unit_bytes, budget_bytes):\n"
             "    for size in range(len(layers) + 1):\n"
             "        for c in combinations(range(len(layers)), size):\n"
@@ -133,7 +133,7 @@ WRONG = {
         ("def choose(layers, unit_bytes, budget_bytes):\n    return None", "a choice that fits"),
         ("def choose(layers, unit_bytes, budget_bytes):\n    return [99]", "indices from 0"),
         (
-            # What forward leaves, without what comes back.
+            # What forward leaves, without what backward recomputes.
             "def choose(layers, unit_bytes, budget_bytes):\n"
             "    best = None\n"
             "    for size in range(len(layers) + 1):\n"

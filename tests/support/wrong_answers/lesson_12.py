@@ -26,7 +26,7 @@ _UNITS = (
     "                return [b - a for a, b in ends]\n"
     "    return {otherwise}"
 )
-_NEIGHBOURS = "[*gathered, *(a + b for a, b in pairwise(gathered))]"
+_NEIGHBORS = "[*gathered, *(a + b for a, b in pairwise(gathered))]"
 
 _TOKENS = "def tokens_to_hide(gpus, flop_per_s, bytes_per_s):\n    return {}"
 
@@ -36,7 +36,7 @@ WRONG = {
             _STEP.format(grad=f"{_GRAD} * dist.get_world_size()", forget=_FORGET, write=_WRITE),
             "times too large: a sum",
         ),
-        (_STEP.format(grad=_GRAD, forget=_FORGET, write="pass"), "have not changed"),
+        (_STEP.format(grad=_GRAD, forget=_FORGET, write="pass"), "haven't changed"),
         (
             "def zero1_step(parameters, shards, optimizer):\n"
             "    optimizer.step()\n"
@@ -44,7 +44,7 @@ WRONG = {
             f"        shard.grad = {_GRAD}\n"
             f"        {_FORGET}\n"
             f"        {_WRITE}",
-            "when the shards have their gradients",
+            "once the shards have their gradients",
         ),
         (
             _STEP.format(
@@ -52,7 +52,7 @@ WRONG = {
                 forget=_FORGET,
                 write="parameter.data.view(-1)[:len(shard)] = shard.data[:parameter.numel()]",
             ),
-            "with an all-gather",
+            "from an all-gather",
         ),
         (
             _STEP.format(grad="part_of(parameter.grad)", forget=_FORGET, write=_WRITE),
@@ -68,7 +68,7 @@ WRONG = {
             "    optimizer.step()\n"
             "    for parameter, shard in zip(parameters, shards):\n"
             f"        {_WRITE}",
-            "An all-reduce is both halves",
+            "An all-reduce does both halves",
         ),
     ],
     "12.2": [
@@ -77,30 +77,33 @@ WRONG = {
             "neighbors",
         ),
         (
-            _UNITS.format(cuts="reversed(range(count))", most=_NEIGHBOURS, otherwise="None"),
+            _UNITS.format(cuts="reversed(range(count))", most=_NEIGHBORS, otherwise="None"),
             "with fewer gathers",
         ),
         (
-            _UNITS.format(cuts="range(count)", most=_NEIGHBOURS, otherwise="[1] * count"),
+            _UNITS.format(cuts="range(count)", most=_NEIGHBORS, otherwise="[1] * count"),
             "too much",
         ),
-        ("def units(layer_bytes, budget_bytes):\n    return None", "cut more"),
-        # Never a cut behind the first layer, or before the last.
+        ("def units(layer_bytes, budget_bytes):\n    return None", "make more units"),
+        # Never a unit boundary after the first layer, or before the last.
         *(
             (
-                _UNITS.format(cuts="range(count)", most=_NEIGHBOURS, otherwise="None").replace(
+                _UNITS.format(cuts="range(count)", most=_NEIGHBORS, otherwise="None").replace(
                     "range(1, count)", cut
                 ),
-                "cut more",
+                "make more units",
             )
             for cut in ("range(2, count)", "range(1, count - 1)")
         ),
         ("def units(layer_bytes, budget_bytes):\n    return [0]", "exactly one unit"),
     ],
     "12.3": [
-        (_TOKENS.format("2 * (gpus - 1) / gpus * flop_per_s / bytes_per_s"), "Twice too many"),
+        (
+            _TOKENS.format("2 * (gpus - 1) / gpus * flop_per_s / bytes_per_s"),
+            "Twice as many as needed",
+        ),
         (_TOKENS.format("(gpus - 1) / gpus * flop_per_s / bytes_per_s / 2"), "Half of it"),
-        (_TOKENS.format("flop_per_s / bytes_per_s"), "its own part already"),
+        (_TOKENS.format("flop_per_s / bytes_per_s"), "already has its own part"),
         (_TOKENS.format("(gpus - 1) / gpus * flop_per_s / bytes_per_s / 3"), "Forward alone"),
         (_TOKENS.format("bytes_per_s / flop_per_s"), "times the right number"),
         (_TOKENS.format("'1202'"), "one number"),
@@ -112,7 +115,7 @@ WRONG = {
             "    dcp.load(state, checkpoint_id=folder)",
             "Are they the model's own?",
         ),
-        ("def fill(model, folder):\n    pass", "The model is as it was before"),
+        ("def fill(model, folder):\n    pass", "The model hasn't changed"),
         (
             "def fill(model, folder):\n"
             "    state = {'model': get_model_state_dict(model)}\n"
@@ -127,7 +130,7 @@ WRONG = {
             "    dcp.load(state, checkpoint_id=folder)\n"
             "    for parameter in model.parameters():\n"
             "        parameter.data.mul_(2)",
-            "The numbers are not the checkpoint's",
+            "The values aren't the checkpoint's",
         ),
         (
             "def fill(model, folder):\n"

@@ -108,7 +108,7 @@ def row_linear(x, weight, bias):
         ("def row_linear(x, weight, bias):\n    return F.linear(x, weight)[:1]", "(B, O)"),
     ],
     "13.2": [
-        ("mended = faulty", "The block does not run"),
+        ("mended = faulty", "The block doesn't run"),
         ('mended = {**faulty, "attention.output": RowwiseParallel()}', "pairs the wrong ones"),
         (
             """
@@ -141,7 +141,7 @@ mended = {
     "feed_forward.down": RowwiseParallel(input_layouts=Replicate()),
 }
 """,
-            "only to be cut again",
+            "only to be split again",
         ),
         ('mended = {**faulty, "attention.keys": ColwiseParallel()}', "a name that no module has"),
         ("mended = [ColwiseParallel()]", "Start with {**faulty"),
@@ -187,7 +187,7 @@ def split_loss(logits, targets):
         ),
         (
             _LOSS.format(**{**_RIGHT, "total": "Leave.apply(Enter.apply(shifted).exp().sum(1))"}),
-            "its gradient comes back unchanged",
+            "its gradient is passed back unchanged",
         ),
         (
             "def split_loss(logits, targets):\n"
@@ -198,11 +198,11 @@ def split_loss(logits, targets):
     "13.4": [
         (
             _FAR.format(time="(split_s + whole_s) / n + 4 * sent_s * (n > 1)", result="times_s"),
-            "does not shrink",
+            "doesn't shrink",
         ),
         (
             _FAR.format(time="split_s / n + whole_s + 4 * sent_s * (n > 1)", result="times_s"),
-            "host is not done",
+            "host isn't done",
         ),
         (
             _FAR.format(time="max(host_s, (split_s + whole_s) / n)", result="times_s"),
@@ -225,7 +225,7 @@ def split_loss(logits, targets):
             _FAR.format(
                 time="max(host_s, split_s / n + whole_s + 4 * sent_s * (n > 1))", result="times_s"
             ).replace("+ 2 * (n - 1) * 5e-6", "+ (n - 1) * 5e-6"),
-            "2(n - 1) steps with their latency",
+            "2(n - 1) steps and their latency",
         ),
         (_FAR.format(time="host_s", result="list(times_s.values())"), "Return a dict"),
     ],

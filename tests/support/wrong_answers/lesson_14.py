@@ -52,7 +52,7 @@ WRONG = {
                 result="ranks.movedim(dimension, -1).flip(-1)"
                 ".reshape(-1, sizes[dimension]).tolist()",
             ),
-            "rising order",
+            "ascending order",
         ),
         (
             _GROUPS.format(
@@ -83,7 +83,7 @@ WRONG = {
             "exp overflows",
         ),
         (
-            # One highest score for all queries: the weights of some are all 0.
+            # One highest score for all queries: some have only weights of 0.
             "def attend(query, blocks):\n"
             "    highest, total, output = -math.inf, 0.0, 0.0\n"
             "    for keys, values in blocks:\n"
@@ -109,7 +109,7 @@ WRONG = {
             "    weighed = [((s - highest).exp(), v) for s, v in scored]\n"
             "    total = sum(w.sum(-1, True) for w, _ in weighed)\n"
             "    return sum(w @ v for w, v in weighed) / total",
-            "let each go",
+            "drop each block",
         ),
         (
             _ATTEND.format(
@@ -128,13 +128,13 @@ WRONG = {
     ],
     "14.3": [
         ("def balanced(rank, ranks):\n    return 2 * rank, 2 * rank + 1", "one of the early"),
-        ("def balanced(rank, ranks):\n    return rank, 2 * ranks - rank", "nobody holds"),
+        ("def balanced(rank, ranks):\n    return rank, 2 * ranks - rank", "no rank holds"),
         ("def balanced(rank, ranks):\n    return rank", "Return the numbers of two chunks"),
     ],
     "14.4": [
         (_PLACES.format(result="places < capacity"), "Too few are kept"),
         (_PLACES.format(result="places - 1 <= capacity"), "Too many are kept"),
-        (_PLACES.format(result="(places <= capacity).long()"), "A comparison gives booleans"),
+        (_PLACES.format(result="(places <= capacity).long()"), "A comparison returns booleans"),
         (
             "def within_capacity(chosen, experts, capacity):\n"
             "    places = F.one_hot(chosen, experts).flip(0).cumsum(0).flip(0)\n"

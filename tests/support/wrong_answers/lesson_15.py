@@ -48,13 +48,13 @@ WRONG = {
     "15.1": [
         (_envelope(flop="6 * parameters"), "Attention is missing"),
         (_envelope(flop="2 * parameters + 4 * layers * width * sequence"), "backward takes twice"),
-        (_envelope(flop="6 * parameters + 4 * layers * width * sequence"), "it is 12, not 4"),
-        (_envelope(flop="6 * parameters + 6 * layers * width * sequence"), "it is 12, not 6"),
+        (_envelope(flop="6 * parameters + 4 * layers * width * sequence"), "it's 12, not 4"),
+        (_envelope(flop="6 * parameters + 6 * layers * width * sequence"), "it's 12, not 6"),
         (_envelope(days="seconds"), "a day has 86,400"),
         (_envelope(days="seconds / 3600"), "a day has 24"),
         (_envelope(speed="gpus * flop_per_s"), "No GPU reaches its peak"),
         (_envelope(speed="flop_per_s * mfu"), "all of them compute together"),
-        (_envelope(state="16 * parameters"), "divide by the GPUs"),
+        (_envelope(state="16 * parameters"), "divide by the number of GPUs"),
         (_envelope(state="4 * parameters / gpus"), "4 of the 16 bytes"),
         (_envelope(state="12 * parameters / gpus"), "Gradients are missing"),
         (_envelope(state="16 * parameters / gpus / 2**30"), "These are GiB"),
@@ -63,7 +63,7 @@ WRONG = {
     ],
     "15.2": [
         ("my_plan = 64", "Layout(dp_shard="),
-        ('my_plan = Plan(LLAMA["8B"], Layout(dp_shard=64))', "the plan names what it is for"),
+        ('my_plan = Plan(LLAMA["8B"], Layout(dp_shard=64))', "the plan must match the task"),
         ('my_plan = Plan(LLAMA["70B"], Layout(dp_shard=32))', "all GPUs"),
         ('my_plan = Plan(LLAMA["70B"], Layout(dp_shard=32, pp=2), 2)', "A pipeline may well"),
         ('my_plan = Plan(LLAMA["70B"], Layout(dp_shard=64))', "more recomputation"),
@@ -91,7 +91,7 @@ WRONG = {
         (_INTERVAL.format(gpus=" / gpus", interval="between_failures_s"), "many checkpoints"),
         (
             _INTERVAL.format(gpus=" / gpus", interval="2 * checkpoint_s * between_failures_s"),
-            "The root is missing",
+            "The square root is missing",
         ),
         (_INTERVAL.format(gpus=" / gpus", interval="checkpoint_s"), "Too often"),
         (_INTERVAL.format(gpus=" / gpus", interval="between_failures_s / 2"), "Too rarely"),
@@ -100,14 +100,14 @@ WRONG = {
         (_defend(state="16 * sizes.parameters / gpus"), "12 bytes, not 16"),
         (_defend(state="12 * sizes.parameters"), "Divide by the number of GPUs"),
         (_defend(state="'8 GiB'"), "a Plan and two numbers"),
-        (_defend(speed="1.0"), "the whole peak"),
+        (_defend(speed="1.0"), "the full peak"),
         (_defend(speed="0.5"), "four thirds"),
         (_defend(speed="0.375 * gpus"), "one GPU, not of all"),
         (_defend(layout="dp_replicate=gpus", state="12 * sizes.parameters"), "A larger dp_shard"),
         (_defend(layout="dp_shard=gpus // 2"), "all GPUs"),
         # One recipe for every cluster: too few tokens to hide the gathers, too much for a GPU, too
         # many hosts that wait.
-        (_defend(), "more tokens a GPU"),
+        (_defend(), "more tokens per GPU"),
         (_defend(batch=4), "a larger tp"),
         (
             _defend(layout="dp_shard=gpus // 4, tp=4", batch=4, speed="0.44 / (4 / 3)"),

@@ -54,7 +54,7 @@ WRONG = {
         ("def stochastic(x):\n    return x.bfloat16()", "rounded the same way"),
         (
             _STOCHASTIC.format(added="torch.randint(0, 2**16, (), dtype=torch.int32)", kept=_KEPT),
-            "a random number of its own",
+            "its own random number",
         ),
         (
             _STOCHASTIC.format(added=_ADDED, kept="bits.view(torch.float32).bfloat16()"),
@@ -69,7 +69,7 @@ WRONG = {
             "    low = (x.view(torch.int32) & -(2**16)).view(torch.float32)\n"
             "    high = ((x.view(torch.int32) & -(2**16)) + 2**16).view(torch.float32)\n"
             "    return torch.where((torch.rand_like(x) < 0.5) & (x != low), high, low).bfloat16()",
-            "Up and down equally often",
+            "Up and down are equally frequent",
         ),
         (
             "def stochastic(x):\n"
@@ -84,7 +84,7 @@ WRONG = {
     "17.2": [
         (_RANKS.format(dtype="torch.bfloat16", start=0, end="None"), "One too few"),
         (_RANKS.format(dtype="torch.float32", start=1, end="None"), "each partial sum"),
-        (_RANKS.format(dtype="torch.bfloat16", start=1, end="len(parts)"), "It never is"),
+        (_RANKS.format(dtype="torch.bfloat16", start=1, end="len(parts)"), "It's never"),
         ("def ranks_until(parts, most):\n    return None", "It does become that large"),
         (
             "def ranks_until(parts, most):\n    return 2 if most < 0.1 else None",
@@ -96,7 +96,7 @@ WRONG = {
             "def worst_layer(activations):\n"
             "    worst = max(activations, key=lambda name: activations[name].abs().amax())\n"
             "    return worst, 1.0",
-            "The largest numbers alone break nothing",
+            "Large numbers alone break nothing",
         ),
         (
             _LAYER.format(scale="1.0", share=_SHARE, result=_RESULT),

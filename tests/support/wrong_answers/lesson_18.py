@@ -100,7 +100,7 @@ def draw(logits, noise):
     "18.3": [
         (
             _BATCH.format(room="room_bytes = limit_s * bytes_per_s - weight_bytes", result=_FLOOR),
-            "do not fit into the memory",
+            "don't fit into memory",
         ),
         (
             _BATCH.format(room="room_bytes = memory_bytes - weight_bytes", result=_FLOOR),

@@ -1,4 +1,4 @@
-"""The bytes of a collective's tensors are free when its caller has waited for it."""
+"""The bytes of a collective's tensors are freed when its caller has waited for it."""
 
 from cells import cell
 
@@ -49,6 +49,6 @@ def main(rank, world):
 
 
 def test_the_tensors_of_a_collective_are_free_once_it_has_been_waited_for():
-    """gloo's threads drop them a moment later: each of these left bytes in one of five calls."""
+    """gloo's threads drop them a moment later: each of these used to leave bytes in one of five calls."""
     for left in launch.run(cell(COLLECTIVES)["main"], 4, gpu="V100"):
         assert left == {name: {0} for name in left}

@@ -10,7 +10,7 @@ from vgpu import launch
 
 
 def errors_of_wrong_calls(device):
-    """What each wrong call raises, in the last rank of two."""
+    """What each wrong call raises, on the last rank of two."""
     import torch
     import torch.distributed as dist
 
@@ -83,7 +83,7 @@ def wrong_and_right_calls(rank, world, errors_of_wrong_calls):
 def test_ranks_and_a_cluster_refuse_the_same_wrong_calls():
     ranks = launch.run(wrong_and_right_calls, 2, errors_of_wrong_calls, gpu="V100")
     errors = ranks[1][0]
-    for _, *done in ranks:  # what is contiguous, or channels-last, is a row of numbers
+    for _, *done in ranks:  # contiguous and channels-last tensors are one block of memory
         assert done == [[2, 2], 192, [96, 96, 144, 144]]
     with vgpu.cluster(hosts=1, gpus_per_host=2, rank=1) as cluster, vgpu.shapes_only():
         assert errors_of_wrong_calls(cluster.device) == errors
@@ -92,7 +92,7 @@ def test_ranks_and_a_cluster_refuse_the_same_wrong_calls():
         "all_gather, types": "TypeError: all_gather: output tensor must have the same type",
         "all_gather, sizes": "ValueError: all_gather among 2 ranks gets 2 elements and has room for 5",
         "reduce_scatter, sizes": "ValueError: reduce_scatter among 2 ranks gets 4 elements",
-        "a list of": " tensors: it takes one for each rank",
+        "a list of": " tensors: it needs one for each rank",
         "own part": "rank 1 of the group has 2 elements for itself and room for 3",
         "gather, sizes": "invalid tensor size at index 1 (expected [2], got [3])",
         "scatter, sizes": "invalid tensor size at index 0 (expected [3], got [2])",
@@ -100,8 +100,8 @@ def test_ranks_and_a_cluster_refuse_the_same_wrong_calls():
         "single, rows": "RuntimeError: Tensor's dim 0 does not divide equally across group size",
         "single, splits": "RuntimeError: Split sizes doesn't match total dim 0 size",
         "single, three": "RuntimeError: Number of tensor splits not equal to group size",
-        "root": "ValueError: broadcast: invalid root rank: 9; the group's are 0 to 1",
-        "peer": "ValueError: send: invalid peer rank: 9; the group's are 0 to 1",
+        "root": "ValueError: broadcast: invalid root rank: 9; the group has ranks 0 to 1",
+        "peer": "ValueError: send: invalid peer rank: 9; the group has ranks 0 to 1",
     }
     for name, message in errors.items():
         assert any(part in name and phrase in message for part, phrase in words.items()), (
@@ -133,7 +133,7 @@ def test_a_group_refuses_two_ranks_on_one_gpu_as_nccl_does():
         launch.run(main, 2, gpu="V100")
 
 
-def test_a_group_refuses_a_tensor_on_another_gpu_than_its_own_as_nccl_does():
+def test_a_group_refuses_a_tensor_on_a_gpu_other_than_its_own_as_nccl_does():
     main = cell(
         """
         def main(rank, world_size):

@@ -1,4 +1,4 @@
-"""What NCCL or CUDA would have to do: done otherwise, or refused in a sentence."""
+"""What only NCCL or CUDA can do: done differently, or refused with a message."""
 
 import torch
 from cells import cell
@@ -42,10 +42,10 @@ def test_what_only_nccl_offers_is_refused_in_a_sentence():
         assert said[kind].startswith(f"NotImplementedError: {begin} needs GPUs that read"), kind
         assert "use the collectives of torch.distributed" in said[kind]
     assert (
-        "the backend vccl of virtual GPUs has no options: leave pg_options out" in said["options"]
+        "the backend vccl of virtual GPUs has no options: leave out pg_options" in said["options"]
     )
     for kind in ("nccl", "both"):
-        assert "there are only virtual ones" in said[kind] and "name 'vccl'" in said[kind]
+        assert "there are only virtual ones" in said[kind] and "use 'vccl'" in said[kind]
 
 
 SPLIT = """
@@ -68,7 +68,7 @@ def main(rank, world):
 """
 
 
-def test_groups_are_split_where_the_default_one_names_its_device():
+def test_groups_are_split_if_the_default_group_names_its_device():
     ranks = launch.run(cell(SPLIT)["main"], 4, gpu="V100")
     rows, columns = {0: 101.0, 1: 1010.0}, {0: 11.0, 1: 1100.0}
     for rank, found in enumerate(ranks):
@@ -95,6 +95,6 @@ def main(rank, world):
 """
 
 
-def test_fsdp_divides_gradients_by_a_factor_of_ones_own():
+def test_fsdp_divides_gradients_by_a_custom_factor():
     for on_cpu, on_gpu in launch.run(cell(DIVIDED)["main"], 2, gpu="V100"):
         assert on_cpu.abs().sum() > 0 and torch.equal(on_cpu, on_gpu)

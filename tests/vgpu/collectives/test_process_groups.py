@@ -1,4 +1,4 @@
-"""Collectives and process groups on virtual GPUs, beside the same on CPU tensors, over real ranks."""
+"""Collectives and process groups on virtual GPUs match those on CPU tensors, over real ranks."""
 
 import pytest
 import torch
@@ -10,9 +10,9 @@ import vgpu
 from vgpu import launch
 from vgpu.launch import launcher
 
-# Each body gets ``make(*size)``, which fills a tensor of the given type on the device under trial
-# from rank and seed; ``call``: keywords for the group and for async_op; ``done`` to wait; the
-# group's size ``n``, its second rank ``root`` and the ``peer`` of this rank. It sets ``out``.
+# Each body gets ``make(*size)``, which creates a tensor of the given dtype on the tested device
+# from rank and seed; ``call``, keywords for the group and for async_op; ``done``, to wait; the
+# group's size ``n``, its second rank ``root`` and this rank's ``peer``. It sets ``out``.
 COLLECTIVES = {
     **{
         f"all_reduce {op}": f"out = [make(4)]; done(dist.all_reduce(out[0], dist.ReduceOp.{op}, **call))"
@@ -64,7 +64,7 @@ COLLECTIVES = {
         "out = [tensor for part in parts for tensor in part]"
     ),
 }
-# These have no asynchronous form, or no other.
+# These have no asynchronous form, or only that.
 AT_ONCE = {
     "send, recv": (
         "out = [make(3)]\n"
@@ -117,15 +117,15 @@ AT_ONCE = {
     ),
     "barriers": ("dist.barrier(group); dist.monitored_barrier(group); out = [make(1)]"),
 }
-# gloo has no all_to_all of lists before torch 2.15, and monitored_barrier wants a group named gloo.
+# gloo has no all_to_all of lists before torch 2.15, and monitored_barrier needs a group named gloo.
 LACKED = {"all_to_all", "barriers"}
 DTYPES = (
     "float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64", "bool",
     "complex64",
 )  # fmt: skip
 
-# Of all ranks or of a pair, at once or waited for: every kind of collective meets every type and every
-# way, and with TESTS=all every type in every way.
+# Among all ranks or a pair, synchronous or asynchronous: every collective is tried with every dtype
+# and in every way, and with TESTS=all with every dtype in every way.
 WAYS = [(False, False), (False, True), (True, True), (True, False)]
 
 
@@ -182,7 +182,7 @@ def main(rank, world, bodies, cases):
 
 
 @pytest.mark.parametrize(("bodies", "asynchronous"), [(COLLECTIVES, True), (AT_ONCE, False)])
-def test_every_collective_gives_what_it_gives_on_the_cpu(bodies, asynchronous):
+def test_every_collective_returns_what_it_returns_on_the_cpu(bodies, asynchronous):
     main, tried = cell(RANKS)["main"], cases(bodies, asynchronous)
     ranks = launch.run(main, 4, bodies, tried, gpu="V100")
     for rank, outcomes in enumerate(ranks):
@@ -190,7 +190,7 @@ def test_every_collective_gives_what_it_gives_on_the_cpu(bodies, asynchronous):
         for *case, on_cpu, on_gpu in outcomes:
             lacked_by_gloo = case[0] in LACKED and torch.__version__ < "2.15"
             assert on_gpu == on_cpu or (lacked_by_gloo and isinstance(on_cpu, str)), (rank, *case)
-    # Where gloo refuses, it does on both; most of the table are values.
+    # If gloo refuses, it does so on both; most of the table compares values.
     refused = {tuple(o[:2]) for o in ranks[0] if isinstance(o[-1], str)}
     assert len(refused) < len(bodies) * len(DTYPES) / 3, refused
     lacked = {name for name, dtype in refused if dtype == "float32" and "B" not in name}
@@ -229,7 +229,7 @@ def main(rank, world):
 
 
 def test_vccl_does_what_nccl_does_and_gloo_does_not():
-    """Lists of unequal parts, messages to oneself, and events in the profiler by its own name."""
+    """Lists of unequal parts, messages to oneself, and profiler events under its own name."""
     for rank, (received, own, others, events, said) in enumerate(
         launch.run(cell(BEYOND_GLOO)["main"], 3, gpu="V100")
     ):
@@ -277,16 +277,16 @@ def test_a_hang_names_the_collective_on_virtual_tensors():
     ("options", "phrase"),
     [
         ({"gpu": "Z9"}, "no GPU preset 'Z9'"),
-        ({"memory_bytes": 5}, "name its kind too"),
+        ({"memory_bytes": 5}, "also name its model"),
         ({"gpu": "V100", "memory_bytes": 0}, "must be a positive whole number.*; found 0"),
     ],
 )
-def test_launch_refuses_gpus_that_cannot_be(options, phrase):
+def test_launch_refuses_impossible_gpus(options, phrase):
     with pytest.raises(ValueError, match=phrase):
         launch.run(lambda rank, world: None, 2, **options)
 
 
-def test_launch_takes_real_gpus_where_there_are_enough(monkeypatch):
+def test_launch_uses_real_gpus_if_there_are_enough(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.delenv("VGPU_DEVICES", raising=False)
@@ -297,7 +297,7 @@ def test_launch_takes_real_gpus_where_there_are_enough(monkeypatch):
 
 
 def test_an_all_gather_reads_one_large_tensor_as_nccl_does():
-    """As a row of numbers, whatever its shape; SyncBatchNorm gathers into one of shape (1, n)."""
+    """As a flat tensor, whatever its shape; SyncBatchNorm gathers into one of shape (1, n)."""
     main = cell(
         """
         def main(rank, world_size):
@@ -316,7 +316,7 @@ def test_an_all_gather_reads_one_large_tensor_as_nccl_does():
         torch.testing.assert_close(mine, expected, rtol=0, atol=0)
 
 
-def test_autograd_warns_of_a_parameter_in_a_collective_as_on_the_cpu():
+def test_autograd_warns_about_a_parameter_in_a_collective_as_on_the_cpu():
     main = cell(
         """
         def main(rank, world_size):
@@ -404,7 +404,7 @@ def main(rank, world, bodies):
 
 
 def test_every_collective_of_virtual_gpus_has_a_future():
-    """gloo has none for some, such as reduce_scatter and messages."""
+    """gloo has no futures for some, such as reduce_scatter and messages."""
     sent = "works += [dist.isend(make(3), peer), dist.irecv(x := make(3), peer)]; out = [x]"
     own = "works += [dist.isend(make(3), rank), dist.irecv(x := make(3), rank)]; out = [x]"
     uneven = "out = [make(1), make(2)]; done(dist.all_gather(out, make(1 + rank), **call))"
@@ -453,7 +453,7 @@ def main(rank, world, names):
 """
 
 
-def test_a_communication_hook_gives_what_it_gives_on_the_cpu():
+def test_a_communication_hook_returns_what_it_returns_on_the_cpu():
     names = ["own", "allreduce", "fp16", "PowerSGD"]
     if torch.version.cuda is not None:  # other builds of torch lack this one, whatever the device
         names.append("bf16")

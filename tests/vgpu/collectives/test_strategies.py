@@ -1,4 +1,4 @@
-"""Training on ranks with virtual GPUs, bit for bit what it is on the CPU, and on one process."""
+"""Training on ranks with virtual GPUs matches the CPU and a single process bit for bit."""
 
 import functools
 
@@ -13,14 +13,14 @@ from vgpu import launch
 
 cloudpickle.register_pickle_by_value(strategies)
 
-# Every third way of each group.
+# Every third way in each group.
 WAYS = {group: ways if ALL else ways[::3] for group, ways in strategies.WAYS.items()}
 BY_BATCH = ("ddp", "fsdp", "hybrid_sharding", "fsdp_without_resharding")
 
 
 @functools.cache
 def results_of(group):
-    """For each rank, what the ways of a group gave; all on one start of the ranks."""
+    """For each rank, the results of a group's ways; the ranks are started only once."""
     return launch.run(strategies.both, 4, WAYS[group], gpu="V100")
 
 
@@ -28,7 +28,7 @@ def results_of(group):
     ("group", "name"),
     [(group, way.__name__) for group, ways in WAYS.items() for way in ways],
 )
-def test_a_strategy_gives_on_virtual_gpus_what_it_gives_on_the_cpu(group, name):
+def test_a_strategy_has_the_same_results_on_virtual_gpus_as_on_the_cpu(group, name):
     ranks = [results[name] for results in results_of(group)]
     assert ranks[0][0], "rank 0 has something to compare"
     for rank, (on_cpu, on_gpu) in enumerate(ranks):
@@ -72,7 +72,7 @@ LIMIT_BYTES = 6 * 2**20
 
 
 def test_a_model_that_runs_out_of_memory_under_ddp_trains_under_fully_shard():
-    # Parameters, gradients and Adam's two states: 16 bytes a parameter, 8 MiB on each GPU.
+    # Parameters, gradients and Adam's two states: 16 bytes per parameter, 8 MiB on each GPU.
     with pytest.raises(launch.RankRaised, match=r"total capacity of 6\.00 MiB") as raised:
         launch.run(cell(TRAIN)["main"], 2, False, gpu="V100", memory_bytes=LIMIT_BYTES)
     assert "OutOfMemoryError" in str(raised.value)
@@ -104,7 +104,7 @@ def main(rank, world, kind, recorded):
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_join_of_ddp_gives_on_virtual_gpus_what_it_gives_on_the_cpu(recorded):
+def test_ddp_join_has_the_same_results_on_virtual_gpus_as_on_the_cpu(recorded):
     """A rank without data adds zeros: C++ waits for the futures of all-reduces outside of backward."""
     on_cpu = launch.run(cell(JOIN)["main"], 2, "cpu", False)
     on_gpu = launch.run(cell(JOIN)["main"], 2, "vgpu", recorded, gpu="V100", timeout_s=60)

@@ -1,4 +1,4 @@
-"""The table of collectives: each operator of torch has a row, and what an added one brings."""
+"""The table of collectives: each of torch's operators has a row, and each row is complete."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from toy_cluster import EXACT, collectives, toy
 import vgpu
 from vgpu.collectives.table import COLLECTIVES, NAMES, sent_bytes
 
-# What sends nothing, what needs gloo by name and CPU tensors, and messages to several ranks at once.
+# Operators that send nothing, need gloo by name and CPU tensors, or send to several ranks at once.
 WITHOUT_A_ROW = {
     "_c10d_functional::_wrap_tensor_autograd",
     "_c10d_functional::batch_p2p_ops",
@@ -43,11 +43,11 @@ def test_an_operator_has_one_row():
 def test_a_ring_sends_all_parts_but_one():
     assert sent_bytes("all_gather", 400, 4) == sent_bytes("reduce_scatter", 400, 4) == 300
     assert sent_bytes("all_reduce", 400, 4) == 600
-    with pytest.raises(NotImplementedError, match=r"all_reduce.*, and scatter is none of them"):
+    with pytest.raises(NotImplementedError, match=r"all_reduce.*, not for scatter"):
         sent_bytes("scatter", 400, 4)
 
 
-def test_a_dtensor_that_is_split_another_way_takes_an_all_to_all():
+def test_resharding_a_dtensor_takes_an_all_to_all():
     with toy(1, 4), vgpu.shapes_only():
         mesh = init_device_mesh("vgpu", (4,))
         rows = distribute_tensor(torch.empty(400, 400, device="vgpu"), mesh, [Shard(0)])

@@ -1,4 +1,4 @@
-"""Tensors around virtual ones: their device, their random numbers, and what is imported when."""
+"""Wrappers of virtual tensors: their device, their random numbers, and when modules are imported."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.virtual_gpus(2)
 
 def test_a_wrapper_shows_the_virtual_device_and_moves():
     class Around(torch.Tensor):
-        """A wrapper subclass as anyone may write it."""
+        """A wrapper subclass, as anyone might write it."""
 
         @staticmethod
         def __new__(cls, inside):
@@ -39,7 +39,7 @@ def test_a_wrapper_shows_the_virtual_device_and_moves():
     assert Around(torch.ones(2)).device == torch.device("cpu")
 
 
-def test_a_generators_state_is_whole_and_has_an_offset():
+def test_a_generators_state_is_complete_and_has_an_offset():
     generator = torch.Generator("vgpu:0").manual_seed(7)
     torch.rand(3, device="vgpu:0", generator=generator)
     state = generator.get_state()

@@ -1,4 +1,4 @@
-"""Where a rank is: the user's line, found without changing anything for what runs there."""
+"""Where a rank is: the user's line, found without affecting what runs there."""
 
 import sys
 import sysconfig
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from vgpu.launch import launcher
 from vgpu.launch.call_sites import is_library, rank_state, user_call_site
 
-# Fedora keeps compiled packages apart from the others, and Debian has folders of its own.
+# Fedora keeps compiled packages in a separate folder, and Debian has its own folders.
 LIBRARIES = [
     Path(sysconfig.get_path("stdlib"), "threading.py"),
     Path(sysconfig.get_path("platlib"), "numpy", "linalg.py"),
@@ -26,7 +26,7 @@ LIBRARIES = [
 
 
 @pytest.mark.parametrize("path", [*map(str, LIBRARIES), "<frozen importlib._bootstrap>"])
-def test_a_file_of_python_of_a_package_or_of_vgpu_is_a_librarys(path):
+def test_files_of_python_of_packages_and_of_vgpu_are_library_files(path):
     assert is_library(path)
 
 
@@ -40,7 +40,7 @@ def test_the_innermost_line_of_a_cell_counts_before_files_that_it_calls():
 
 @pytest.fixture
 def often():
-    """Threads take turns as often as they can."""
+    """Make threads switch as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -52,7 +52,7 @@ class Thing:
 
 
 def left_behind():
-    """What a function had in a variable, if that still lives when it has returned."""
+    """What a function had in a variable, if that's still alive after it has returned."""
     thing = Thing()
     return weakref.ref(thing)
 
@@ -66,7 +66,7 @@ def test_asking_for_the_state_keeps_nothing_of_the_rank_alive(often):
     seen = []
 
     def watch():
-        # At first the rank may still be in the thread that it starts.
+        # At first, the rank may still be starting the thread.
         while len(seen) < 20 or not (any(map(is_in_this_file, seen)) or len(seen) == 2000):
             seen.append(rank_state(rank, "runs").call_site)
         done.set()
@@ -80,7 +80,7 @@ def test_asking_for_the_state_keeps_nothing_of_the_rank_alive(often):
     assert any(map(is_in_this_file, seen))
 
 
-def test_the_line_is_found_in_a_file_of_any_name(tmp_path):
+def test_the_line_is_found_in_a_file_with_any_name(tmp_path):
     script = tmp_path / "größe 数.py"
     script.write_text("def wait(here, go):\n    here.set()\n    go.wait()  # this one\n", "utf-8")
     names = {}

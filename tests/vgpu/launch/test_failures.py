@@ -1,4 +1,4 @@
-"""Every fault of a rank is survived, reported with its place, and leaves nothing behind."""
+"""Every fault of a rank is survived and reported with its location, and leaves nothing behind."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from vgpu.launch.processes import RankProcesses
 
 @dataclass
 class Fault:
-    """A fault, provoked by the body of a function that each of the ranks runs."""
+    """A fault, provoked by the body of a function that each rank runs."""
 
     name: str
     body: str
@@ -68,7 +68,7 @@ except ZeroDivisionError as error:
         "sys.exit",
         "if rank == 1: sys.exit('enough')\ndist.barrier()",
         launch.RankRaised,
-        ["rank 1 of 2 left through sys.exit before it returned: SystemExit: enough", "line 2"],
+        ["rank 1 of 2 called sys.exit before it returned: SystemExit: enough", "line 2"],
     ),
     Fault(
         "a run inside a rank",
@@ -80,19 +80,19 @@ except ZeroDivisionError as error:
         "a result that cannot be pickled",
         "return threading.Lock()",
         launch.RankRaised,
-        ["rank 0 of 2 returned what cannot be sent back", "lock", "model.module"],
+        ["rank 0 of 2 returned something that can't be sent back", "lock", "model.module"],
     ),
     Fault(
         "a result that cannot be rebuilt here",
         "return DDP(torch.nn.Linear(1, 1))",
         launch.LaunchError,
-        ["the result of rank 0 was sent, but cannot be rebuilt here", "model.module"],
+        ["the result of rank 0 was sent, but can't be rebuilt here", "model.module"],
     ),
     Fault(
         "killed, as when memory runs out",
         "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()",
         launch.RankDied,
-        ["rank 1 of 3 was ended by the signal SIGKILL", "memory runs out", "3 copies", "free now"],
+        ["rank 1 of 3 was killed by signal SIGKILL", "memory runs out", "3 copies", " free. Try"],
         nprocs=3,
         absent=["closed by peer"],
     ),
@@ -100,13 +100,13 @@ except ZeroDivisionError as error:
         "a crash in C code",
         "dist.barrier()\nif rank == 1: ctypes.string_at(0)\ndist.barrier()",
         launch.RankDied,
-        ["rank 1 of 2 was ended by the signal SIGSEGV", "line 3: if rank == 1: ctypes.string_at"],
+        ["rank 1 of 2 was killed by signal SIGSEGV", "line 3: if rank == 1: ctypes.string_at"],
     ),
     Fault(
         "an exit code",
         "if rank == 0: os._exit(3)\ndist.barrier()",
         launch.RankDied,
-        ["rank 0 of 2 ended with exit code 3 before it returned"],
+        ["rank 0 of 2 exited with code 3 before it returned"],
     ),
     Fault(
         "a collective that one rank skips",
@@ -211,7 +211,7 @@ if rank == 0: net(torch.ones(1, 2))""",
         "work that is only slow",
         "while True: pass",
         launch.RanksHung,
-        ["after 500 ms, 2 of 2", "No rank waits for another: they may just need more time"],
+        ["after 500 ms, 2 of 2", "No rank is waiting for another: they may just need more time"],
         timeout_s=0.5,
     ),
     Fault(
@@ -237,7 +237,7 @@ if rank == 0: net(torch.ones(1, 2))""",
         ["never would have", "new_group([0, 1]): rank 1 came, rank 0 never came"],
     ),
 ]
-if sys.platform == "linux":  # elsewhere nobody says what the rank that died had brought
+if sys.platform == "linux":  # on other systems, nothing tells what the dead rank had brought
     TABLE.append(
         Fault(
             "types that differ",
@@ -254,18 +254,18 @@ if sys.platform == "linux":  # elsewhere nobody says what the rank that died had
 
 @pytest.fixture(autouse=True)
 def _early_looks(monkeypatch):
-    """What is seen counts here, not how long the first look at the ranks is put off."""
+    """What's found matters here, not how long the first look at the ranks is delayed."""
     monkeypatch.setattr(launcher, "FIRST_LOOK_S", 0.1)
 
 
 @pytest.fixture(scope="module")
 def others():
-    """Processes that tests of other files keep to their end."""
+    """Processes that tests in other files keep until their end."""
     return psutil.Process().children(recursive=True)
 
 
 def left_behind(others):
-    """New processes but for the forkserver and its tracker, folders, shared memory."""
+    """New processes, except for the forkserver and its tracker, and new folders and shared memory."""
     servers = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
     own = psutil.Process()
     children = [p for p in own.children() if not any(s in " ".join(p.cmdline()) for s in servers)]
@@ -289,7 +289,7 @@ def test_every_fault_of_a_rank_is_reported_and_leaves_nothing_behind(fault, othe
     assert left_behind(others) == []
 
 
-def test_the_error_s_cause_is_the_rank_s_own_exception():
+def test_the_errors_cause_is_the_ranks_own_exception():
     function = cell("def main(rank, world_size): raise KeyError('weights')")["main"]
     with pytest.raises(launch.RankRaised) as caught:
         launch.run(function, 2)
@@ -327,7 +327,7 @@ def test_the_stop_button_says_where_the_ranks_were_and_ends_them(capsys, others,
             time.sleep(0.01)
         signal.raise_signal(signal.SIGINT)
 
-    # A shell ignores the signal for what it starts in the background, tests included.
+    # A shell makes background processes, including tests, ignore the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     stopper = threading.Thread(target=stop)
     stopper.start()
@@ -369,7 +369,7 @@ def test_a_run_after_a_failed_one_works():
 
 
 def test_ranks_that_all_fail_while_asked_for_their_state_report_their_error(monkeypatch):
-    """A hang is looked for after half a second, which is when short functions fail."""
+    """The launcher looks for hangs after half a second, which is when short functions fail."""
     ask = RankProcesses.ask_states
 
     def until_all_have_failed(processes, time_s):

@@ -1,4 +1,4 @@
-"""The process that ranks come from: started ahead, without torch here, and clean for its forks."""
+"""The process that ranks are forked from: started ahead, without torch in this one, and clean for forking."""
 
 import multiprocessing
 import multiprocessing.forkserver
@@ -25,8 +25,10 @@ def test_warming_up_starts_the_process_that_ranks_come_from():
 
 
 @pytest.mark.skipif(os.name != "posix", reason="process groups are POSIX's")
-def test_a_kernel_that_ends_has_no_process_to_wait_for():
-    """Jupyter's kernel waits for all of its process group, ended or not, for 2.5 s."""
+def test_a_kernel_that_exits_has_no_process_to_wait_for():
+    """Jupyter waits up to 2.5 s for the kernel's whole process group, including processes that have
+    exited.
+    """
     source = """
 import os, psutil
 from vgpu.launch.forkserver import warm_up
@@ -40,7 +42,7 @@ print([os.getpgid(child.pid) == os.getpgrp() for child in psutil.Process().child
 
 
 @pytest.mark.skipif(not FORKS, reason="nothing to fork from")
-def test_a_rank_looks_for_garbage_among_its_own_objects_only():
+def test_a_rank_collects_garbage_only_among_its_own_objects():
     """Going through all of torch takes longer than most ranks compute, and copies its pages."""
     source = """
     def main(rank, world_size):

@@ -1,4 +1,4 @@
-"""What a rank has started ends with the call: in sessions of its own, without its environment."""
+"""What a rank started ends with the call, even in other sessions and without its environment."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from vgpu.launch import guard
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
 
-# By itself: its package would import torch.
+# Imported by path, because its package would import torch.
 GUARD = f"import sys; sys.path.insert(0, {os.path.dirname(guard.__file__)!r}); import guard"
 
 STARTS = """
@@ -66,7 +66,7 @@ def main(rank, world_size, folder):
     assert started and not any(map(is_alive, started))
 
 
-def test_a_child_that_tidies_up_when_its_rank_ends_has_the_time(tmp_path):
+def test_a_child_has_time_to_clean_up_when_its_rank_ends(tmp_path):
     names = cell(
         """
         import subprocess
@@ -81,7 +81,7 @@ def test_a_child_that_tidies_up_when_its_rank_ends_has_the_time(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["os._exit(7)", "os.abort()", "os.kill(os.getpid(), 9)"])
-def test_the_guard_ends_as_what_it_guards(ending):
+def test_the_guard_exits_with_the_status_of_its_child(ending):
     code = f"import os; {GUARD}; guard.enter(); {ending}"
     done = subprocess.run([sys.executable, "-c", code])
     plain = subprocess.run([sys.executable, "-c", f"import os; {ending}"])

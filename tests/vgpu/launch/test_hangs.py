@@ -1,4 +1,4 @@
-"""Which hangs are certain, and who is reported missing, from where the ranks are."""
+"""Which hangs are certain, and who's reported missing, given where the ranks are."""
 
 import math
 from collections import Counter
@@ -29,14 +29,14 @@ def computing(*collectives):
     return RankState("runs", LINE, collectives=list(collectives), members=BOTH)
 
 
-def test_a_rank_that_still_computes_is_no_certain_hang():
+def test_a_rank_that_still_computes_is_not_a_certain_hang():
     assert not is_deadlock([waiting(started(1)), computing()])
     assert not is_deadlock([waiting(started(1)), None])
 
 
-def test_ranks_in_the_same_collective_are_no_deadlock():
+def test_ranks_in_the_same_collective_are_not_deadlocked():
     assert not is_deadlock([waiting(started(1)), waiting(started(1))])
-    # One has gone on to the next while the other is finishing.
+    # One has moved on to the next while the other is finishing.
     ahead = waiting(started(1, finished=True), started(2))
     assert not is_deadlock([ahead, waiting(started(1))])
 
@@ -52,12 +52,12 @@ def test_all_reduce_of_different_sizes_is_a_mismatch():
     ranks = [waiting(started(1)), waiting(started(1, shape=(3,)))]
     assert is_deadlock(ranks)
     assert "Mismatch in all_reduce" in explain(ranks, str)
-    # One has got through with what there was, and waits for the other at the next.
+    # One has finished with what had arrived, and waits for the other in the next.
     ahead = waiting(started(1, finished=True), started(2, name="barrier"))
     assert is_deadlock([ahead, waiting(started(1, shape=(3,)))])
 
 
-def test_all_reduce_of_different_shapes_of_equal_size_is_no_mismatch():
+def test_all_reduce_of_different_shapes_of_equal_size_is_not_a_mismatch():
     ranks = [waiting(started(1, shape=(2, 3))), waiting(started(1, shape=(6,)))]
     assert not is_deadlock(ranks) and "Mismatch" not in explain(ranks, str)
     uneven = [waiting(started(1, name="all_gather", shape=(n,))) for n in (2, 3)]
@@ -71,7 +71,7 @@ def test_all_reduce_of_different_types_is_a_mismatch():
 
 
 def messaging(rank, source, target, *, others=(), tag=0):
-    """Blocked in a send or recv; others: what it has sent before."""
+    """Blocked in a send or recv; others: what it sent before."""
     message = Message("0", source, target, tag)
     state = RankState("runs", LINE, "recv", True, [], BOTH, message=message)
     (state.received if rank == target else state.sent)[message] += 1
@@ -79,7 +79,7 @@ def messaging(rank, source, target, *, others=(), tag=0):
     return state
 
 
-def test_ranks_that_all_receive_from_the_next_wait_for_ever():
+def test_ranks_that_all_receive_from_the_next_wait_forever():
     ring = [messaging(rank, (rank + 1) % 3, rank) for rank in range(3)]
     assert is_deadlock(ring)
     assert not is_deadlock([*ring[:2], None])
@@ -89,7 +89,7 @@ def test_ranks_that_all_receive_from_the_next_wait_for_ever():
     assert is_deadlock([ring[0], messaging(1, 2, 1, others=other_tag), ring[2]])
 
 
-def test_a_message_to_or_from_a_rank_that_has_returned_is_certain():
+def test_a_message_to_or_from_a_rank_that_has_returned_is_a_certain_hang():
     assert is_deadlock([messaging(0, 1, 0), returned()])
     assert is_deadlock([messaging(0, 0, 1), returned()])
     took_any = returned()
@@ -97,7 +97,7 @@ def test_a_message_to_or_from_a_rank_that_has_returned_is_certain():
     assert not is_deadlock([messaging(0, 0, 1), took_any])
 
 
-def test_a_stopped_rank_keeps_those_that_wait_for_it():
+def test_a_stopped_rank_hangs_the_ranks_that_wait_for_it():
     assert is_deadlock([waiting(started(1)), RankState(STOPPED)])
     assert is_deadlock([messaging(0, 1, 0), RankState(STOPPED)])
     assert not is_deadlock([computing(), RankState(STOPPED)])
@@ -111,7 +111,7 @@ def making_group(ranks, made=2):
     return state
 
 
-def test_a_new_group_that_a_member_never_makes_is_certain():
+def test_a_new_group_that_a_member_never_creates_is_a_certain_hang():
     missing = returned()
     missing.groups_made = 1
     assert is_deadlock([making_group([0, 1]), missing])
@@ -119,11 +119,11 @@ def test_a_new_group_that_a_member_never_makes_is_certain():
     text = explain([making_group([0, 1]), missing], str)
     assert "new_group([0, 1]): rank 0 came, rank 1 never came" in text
     assert not is_deadlock([making_group([0, 1]), making_group([0, 1])])
-    missing.groups_made = 2  # it has made it and gone on
+    missing.groups_made = 2  # it has created it and moved on
     assert not is_deadlock([making_group([0, 1]), missing])
 
 
-def test_a_group_that_gives_up_in_time_is_left_to_say_so():
+def test_a_group_whose_timeout_comes_first_raises_its_own_error():
     stuck = waiting(started(1))
     stuck.timeouts_s = {"0": 20.0}
     assert not is_deadlock([stuck, returned()], within_s=60)

@@ -1,4 +1,4 @@
-"""What cannot travel between processes is refused with its name and a way out."""
+"""What can't be sent between processes is refused by name, with advice."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_run_refuses_to_send_virtual_tensors_and_says_how(what, make):
         launch.run(print, 2, make())
 
 
-def test_a_result_on_a_virtual_gpu_is_refused_in_the_same_words():
+def test_a_result_on_a_virtual_gpu_is_refused_with_the_same_message():
     names = cell(
         """
         def main(rank, world_size):
@@ -41,7 +41,7 @@ def test_a_result_on_a_virtual_gpu_is_refused_in_the_same_words():
     with pytest.raises(launch.RankRaised) as refused:
         launch.run(names["main"], 1)
     message = str(refused.value)
-    assert "rank 0 of 1 returned what cannot be sent back" in message
+    assert "rank 0 of 1 returned something that can't be sent back" in message
     assert "a tensor on vgpu:0 cannot leave its process" in message
 
 

@@ -1,4 +1,4 @@
-"""What ranks print is put together from the bytes of their pipes, and shown in order of time."""
+"""What ranks print is reassembled from the bytes in their pipes, and shown in order of time."""
 
 import pytest
 from cells import run
@@ -10,7 +10,7 @@ def frame(stamp_ns, text, stream="o"):
     return f"\0{stamp_ns}{stream}\0{text}".encode()
 
 
-def test_the_time_of_writing_decides_not_the_time_of_reading(capsys):
+def test_output_is_ordered_by_the_time_of_writing_not_of_reading(capsys):
     output = RankOutput(2, by_rank=False)
     output.feed(1, frame(30, "third\n") + frame(10, "first\n"))
     output.feed(0, frame(20, "second\n"))
@@ -18,7 +18,7 @@ def test_the_time_of_writing_decides_not_the_time_of_reading(capsys):
     assert capsys.readouterr().out == "[rank 1] first\n[rank 0] second\n[rank 1] third\n"
 
 
-def test_lines_younger_than_the_last_look_wait_for_the_next(capsys):
+def test_lines_newer_than_the_last_read_wait_for_the_next(capsys):
     output = RankOutput(1, by_rank=False)
     output.feed(0, frame(10, "old\n") + frame(50, "young\n"))
     assert output.show(40)
@@ -28,7 +28,7 @@ def test_lines_younger_than_the_last_look_wait_for_the_next(capsys):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_the_output_is_the_same_wherever_a_read_ends(size, capsys):
+def test_the_output_does_not_depend_on_where_a_read_ends(size, capsys):
     data = frame(1, "é one\ntw") + frame(2, "o\n") + b"raw\n" + frame(3, "err\n", "e")
     output = RankOutput(1, by_rank=False)
     for start in range(0, len(data), size):
@@ -39,7 +39,7 @@ def test_the_output_is_the_same_wherever_a_read_ends(size, capsys):
     assert shown.err == "[rank 0] err\n"
 
 
-def test_a_progress_bar_is_drawn_over_its_last_state_only(capsys):
+def test_a_progress_bar_overwrites_only_its_own_last_state(capsys):
     output = RankOutput(2, by_rank=False)
     output.feed(0, frame(1, "\r 50%"))
     output.show(2)
@@ -52,7 +52,7 @@ def test_a_progress_bar_is_drawn_over_its_last_state_only(capsys):
     )
 
 
-def test_a_rank_s_output_is_cut_at_its_limit_and_the_others_is_not(capsys):
+def test_a_ranks_output_is_cut_at_its_limit_and_the_others_is_not(capsys):
     output = RankOutput(2, by_rank=False)
     output.feed(0, frame(1, "x" * MAX_OUTPUT_CHARACTERS) + frame(2, "lost\n"))
     output.feed(1, frame(3, "shown\n"))
@@ -62,7 +62,7 @@ def test_a_rank_s_output_is_cut_at_its_limit_and_the_others_is_not(capsys):
     assert "5 more characters of this rank are not shown" in shown.err
 
 
-def test_prints_come_in_the_order_of_time_marked_by_rank(capsys):
+def test_prints_are_shown_in_order_of_time_and_marked_by_rank(capsys):
     run(
         """
         def main(rank, world_size):
@@ -116,5 +116,5 @@ def test_errors_warnings_and_what_programs_print_is_shown(capsys):
     "line",
     ["sys.stdout.close()", "sys.stderr.close()", "sys.stdout = None", "sys.stdout = object()"],
 )
-def test_a_function_may_close_or_replace_its_streams_and_its_result_arrives(line):
+def test_a_result_arrives_even_if_the_function_closes_or_replaces_its_streams(line):
     assert run(f"def main(rank, world_size):\n    {line}\n    return rank", 2) == [0, 1]

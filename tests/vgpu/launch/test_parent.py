@@ -13,7 +13,7 @@ import psutil
 import pytest
 from rights import needs_shared_memory
 
-# What ranks need least: a forkserver then takes a second less to begin.
+# What ranks need least: without it, a forkserver starts a second faster.
 FEW_IMPORTS = """
 from vgpu.launch import forkserver
 forkserver.PRELOAD = ("torch", "vgpu.launch.rank")
@@ -43,7 +43,7 @@ def alive(process):
 
 
 def wait_until(condition, what, limit_s=300):
-    """Poll for a condition; fail, saying what did not come about, when the limit is over."""
+    """Poll for a condition; after the time limit, fail and say what didn't happen."""
     end_s = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end_s, f"waited in vain: {what}"
@@ -51,18 +51,18 @@ def wait_until(condition, what, limit_s=300):
 
 
 def litter(folder):
-    """What is in a temporary folder, without the cache that importing torch._dynamo makes."""
+    """The contents of a temporary folder, without the cache that importing torch._dynamo creates."""
     return [path for path in folder.iterdir() if not path.name.startswith("torchinductor_")]
 
 
 @pytest.fixture
 def short_folder():
-    """A loader's workers open sockets in TMPDIR; a test's own folder is too long for their names."""
+    """A data loader's workers open sockets in TMPDIR; the path of a test's folder is too long for that."""
     with tempfile.TemporaryDirectory(prefix="t-") as folder:
         yield Path(folder)
 
 
-def test_a_temporary_folder_too_long_for_a_socket_will_do(tmp_path):
+def test_a_temporary_folder_may_have_a_path_too_long_for_a_socket(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
         f"{FEW_IMPORTS}from vgpu import launch\n"
@@ -82,7 +82,7 @@ def test_a_temporary_folder_too_long_for_a_socket_will_do(tmp_path):
 
 @needs_shared_memory
 @pytest.mark.parametrize("killed", ["parent", "group"])
-def test_a_killed_parent_leaves_no_process_no_file_no_shared_memory(short_folder, killed):
+def test_a_killed_parent_leaves_no_processes_files_or_shared_memory(short_folder, killed):
     # A script without a __main__ guard, on purpose: its ranks must not run it again.
     script = short_folder / "parent.py"
     script.write_text(PARENT)

@@ -1,4 +1,4 @@
-"""launch.run hands a cell's function to processes and brings its results back."""
+"""launch.run sends a cell's function to processes and returns its results."""
 
 import os
 import threading
@@ -32,8 +32,8 @@ def test_results_come_in_rank_order_and_the_group_is_ready():
         assert {r["backend"] for r in results} == {"gloo"}
 
 
-def test_no_function_begins_before_every_rank_has_joined():
-    """It may leave the group at once, whose connections others would still be making."""
+def test_no_function_starts_before_every_rank_has_joined():
+    """It may leave the group immediately, while others would still be connecting."""
     names = cell(
         """
         class Late:
@@ -92,9 +92,9 @@ def test_a_changed_cell_is_what_runs():
     assert run("def main(rank, world_size): return 'new'", 2) == ["new", "new"]
 
 
-def test_the_environment_is_torchruns_and_threads_are_shared_out(monkeypatch):
+def test_the_environment_is_torchruns_and_threads_are_divided(monkeypatch):
     monkeypatch.setenv("SET_IN_A_CELL", "yes")
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")  # torch reads it when it is imported
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")  # torch reads it on import
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "SET_IN_A_CELL")
     results = run(
         """
@@ -112,7 +112,7 @@ def test_the_environment_is_torchruns_and_threads_are_shared_out(monkeypatch):
         assert folder == os.getcwd()
 
 
-def test_a_rank_may_make_its_own_group_from_the_environment():
+def test_a_rank_can_create_its_own_group_from_the_environment():
     results = run(
         """
         def main(rank, world_size):
@@ -145,7 +145,7 @@ def test_figures_and_large_tensors_come_back():
 
 
 @needs_shared_memory
-def test_a_rank_s_loader_has_workers_and_a_dataset_from_a_cell():
+def test_a_ranks_data_loader_has_workers_and_a_dataset_from_a_cell():
     results = run(
         """
         class Squares(torch.utils.data.Dataset):
@@ -164,7 +164,7 @@ def test_a_rank_s_loader_has_workers_and_a_dataset_from_a_cell():
     assert results == [[[0, 1], [4, 9]]]
 
 
-def test_two_threads_run_ranks_at_once():
+def test_two_threads_can_run_ranks_at_once():
     function = cell("def main(rank, world_size, name): return name, rank")["main"]
     results = {}
 
@@ -179,7 +179,7 @@ def test_two_threads_run_ranks_at_once():
     assert results == {name: [(name, 0), (name, 1)] for name in "ab"}
 
 
-def test_each_rank_has_random_numbers_of_its_own():
+def test_each_rank_has_its_own_random_numbers():
     draws = run(
         """
         def main(rank, world_size):
@@ -203,13 +203,15 @@ def test_each_rank_has_random_numbers_of_its_own():
         (100_000, ValueError, "100000 ranks are too many for .* cores.*Use at most"),
     ],
 )
-def test_run_refuses_numbers_of_ranks_that_cannot_work(nprocs, error, phrase):
+def test_run_refuses_impossible_numbers_of_ranks(nprocs, error, phrase):
     with pytest.raises(error, match=phrase):
         launch.run(print, nprocs)
 
 
-def test_run_refuses_other_arguments_that_cannot_work():
-    with pytest.raises(TypeError, match=r"takes a function first, as in launch.run\(train, 2\)"):
+def test_run_refuses_other_impossible_arguments():
+    with pytest.raises(
+        TypeError, match=r"first argument must be a function, as in launch.run\(train, 2\)"
+    ):
         launch.run(4, print)
     with pytest.raises(ValueError, match="timeout_s must be a positive number"):
         launch.run(print, 2, timeout_s=0)
@@ -217,7 +219,7 @@ def test_run_refuses_other_arguments_that_cannot_work():
         launch.run(print, 2, output="quiet")
 
 
-def test_a_function_that_cannot_be_sent_names_what_holds_it_back():
+def test_the_error_for_an_unpicklable_function_names_the_cause():
     names = cell(
         """
         gate = threading.Lock()
@@ -235,7 +237,7 @@ def test_a_function_that_cannot_be_sent_names_what_holds_it_back():
 
 def test_a_function_that_does_not_take_rank_and_world_size_is_refused_before_anything_starts():
     message = (
-        r"calls main\(rank, world_size\), and main\(rank\) cannot be called like that: too many"
+        r"calls main\(rank, world_size\), and main\(rank\) can't be called like that: too many"
     )
     with pytest.raises(TypeError, match=message):
         run("def main(rank): return rank", 2)
@@ -248,14 +250,12 @@ def test_a_function_that_does_not_take_rank_and_world_size_is_refused_before_any
     ("gpus", "nccl", "ranks", "expected"),
     [(0, True, 1, "cpu"), (2, True, 2, "cuda"), (2, True, 3, "cpu"), (2, False, 2, "cpu")],
 )
-def test_ranks_take_real_gpus_where_there_are_enough_and_nccl(
-    monkeypatch, gpus, nccl, ranks, expected
-):
+def test_ranks_use_real_gpus_and_nccl_if_there_are_enough(monkeypatch, gpus, nccl, ranks, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
     backend = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}[expected]
     assert {job.backend for job in launcher._jobs(ranks, None)} == {backend}
 
 
-def test_a_free_port_is_none_that_systems_give_to_others():
+def test_a_free_port_is_outside_of_the_range_that_systems_assign():
     assert 20_000 <= launcher.free_port() < 30_000

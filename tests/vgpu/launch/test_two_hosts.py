@@ -1,8 +1,8 @@
-"""The script of lesson 07 under torchrun on two hosts: one is lost, comes back, training resumes.
+"""Lesson 07's script under torchrun on two hosts: one is lost and comes back, and training resumes.
 
-Two hosts are two network namespaces joined by a cable (a veth pair) where this machine lets us
-make them; elsewhere, and besides with ``TESTS=all``, two agents on this machine play them. At the
-end the parameters must be those of one process that nobody disturbed.
+The hosts are two network namespaces joined by a cable (a veth pair) if this machine allows that;
+otherwise, and in addition with ``TESTS=all``, they're two agents on this machine. At the end, the
+parameters must be those of a single undisturbed process.
 """
 
 import inspect
@@ -31,7 +31,7 @@ HOSTS = [two_agents, two_namespaces] if ALL else [two_namespaces_if_possible]
 
 @pytest.fixture(scope="module")
 def lesson():
-    """The names that the lesson's cells make: the script, and its functions."""
+    """The names that the lesson's cells define: the script, and its functions."""
     names = {"__name__": "__main__"}
     cells = lessons.cells(LESSON)
     for cell in [c for c in cells if c.is_code and {"setup", "script"} & set(c.tags)]:
@@ -44,7 +44,7 @@ def lesson():
 
 @pytest.fixture(scope="module")
 def expected(lesson, tmp_path_factory):
-    """The parameters after one process has done the whole training run by itself."""
+    """The parameters after a single process has done the whole training run."""
     folder = with_digits(tmp_path_factory.mktemp("single"))
     threads = torch.get_num_threads()
     dist.init_process_group("gloo", init_method=(folder / "store").as_uri(), rank=0, world_size=1)
@@ -60,7 +60,7 @@ def expected(lesson, tmp_path_factory):
 def with_digits(folder):
     for part in ("train", "test"):
         digits = Digits(train=part == "train")
-        # 15 steps an epoch, which are as good as 29 here.
+        # 15 steps per epoch, which are as good as 29 here.
         images, labels = digits.data[:720, None].double() / 255, digits.targets[:720]
         torch.save((images, labels), folder / f"{part}.pt")
     return folder
@@ -75,11 +75,11 @@ def test_training_resumes_after_a_host_is_lost(lesson, expected, tmp_path, make_
         lose_host_1 = {"POWER_CUT_IN_EPOCH": str(LOST_IN_EPOCH)}
         statuses = train_on(hosts, script, folder, lose_host_1)
         said = (folder / "said.txt").read_text(encoding="utf-8")
-        # Host 1 is killed; host 0 notices, and neither waits for ever.
+        # Host 1 is killed; host 0 notices, and neither waits forever.
         assert statuses[1] == -signal.SIGKILL and statuses[0] not in (0, -signal.SIGKILL), said
         assert history_in(folder) == [2] * LOST_IN_EPOCH
 
-        # The host is back, and the same command is given once more on both.
+        # The host is back, and the same command is run again on both.
         statuses = train_on(hosts, script, folder)
         said = (folder / "said.txt").read_text(encoding="utf-8")
         assert statuses == [0, 0], said
@@ -94,7 +94,7 @@ def test_training_resumes_after_a_host_is_lost(lesson, expected, tmp_path, make_
 
 
 def train_on(hosts, script, folder, environment_of_host_1=None):
-    """Start an agent on each host and wait for both: their exit statuses."""
+    """Start an agent on each host and wait for both; returns their exit statuses."""
     address, port = hosts[0].address, free_port()
     agents = []
     try:
@@ -116,7 +116,7 @@ def history_in(folder):
 
 
 def assert_gradients_crossed(host, parameters):
-    """What host 0 received over the cable is at least a gradient for two in three of all steps."""
+    """Host 0 received at least one gradient over the cable for two in three steps."""
     counter = f"/sys/class/net/{host.interface}/statistics/rx_bytes"
     read = [*host.prefix, "cat", counter]
     received_bytes = int(subprocess.run(read, capture_output=True, text=True, check=True).stdout)
@@ -124,14 +124,14 @@ def assert_gradients_crossed(host, parameters):
     assert received_bytes > 40 * gradient_bytes
 
 
-def test_the_script_is_the_lesson_s_own_functions(lesson):
+def test_the_script_consists_of_the_lessons_own_functions(lesson):
     for name in ("train", "train_epoch", "save", "resume", "batches", "power_cut"):
         assert f"def {name}(" in lesson["script"]
     compile(lesson["script"], "train_ddp.py", "exec")
 
 
-def test_the_folder_is_left_with_one_whole_checkpoint(lesson, tmp_path):
-    """A save that is cut off midway leaves the checkpoint of before."""
+def test_the_folder_is_left_with_one_complete_checkpoint(lesson, tmp_path):
+    """A save that's interrupted leaves the previous checkpoint."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     lesson["save"](tmp_path, model, optimizer, ["before"])

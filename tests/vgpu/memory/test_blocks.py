@@ -46,14 +46,14 @@ def test_a_storage_counts_once_and_lives_as_long_as_any_view():
     assert allocated() == 0
 
 
-def test_saved_tensors_count_until_the_graph_goes():
+def test_saved_tensors_count_until_the_graph_is_freed():
     w = torch.ones(1024, device="vgpu:0", requires_grad=True)
     y = w.exp()  # saves its result
     loss = y.sum()
     assert allocated() == 4096 + 4096 + 512
     del y
     assert allocated() == 4096 + 4096 + 512
-    loss.backward()  # frees what was saved, makes w.grad
+    loss.backward()  # frees what was saved, creates w.grad
     assert allocated() == 4096 + 4096 + 512
     w.grad = None
     del loss
@@ -79,7 +79,7 @@ def test_peak_is_kept_until_it_is_reset():
         lambda: torch.ones(1, device="vgpu:1").expand(20 * MIB).contiguous(),
     ],
 )
-def test_a_request_that_does_not_fit_fails_in_cudas_words_and_loses_no_byte(ask):
+def test_a_request_that_does_not_fit_raises_cudas_error_and_leaks_nothing(ask):
     kept = torch.zeros(MIB, device="vgpu:1")
     words = (
         r"VGPU out of memory\. Tried to allocate 80\.00 MiB\. GPU 1 has a total capacity of "
@@ -93,7 +93,7 @@ def test_a_request_that_does_not_fit_fails_in_cudas_words_and_loses_no_byte(ask)
     assert torch.empty(15 * MIB, device="vgpu:1").numel() == 15 * MIB
 
 
-def test_strides_are_not_taken_for_sizes():
+def test_strides_are_not_mistaken_for_sizes():
     y = torch.empty_strided((4, 1), (1, 1 << 40), device="vgpu:0")
     assert y.new_empty_strided((4, 1), (1, 1 << 40)).shape == (4, 1)
     assert allocated() == 512
@@ -135,7 +135,7 @@ def test_resizing_a_storage_is_counted():
     assert torch.vgpu.memory_allocated(0) == 4096
 
 
-def test_a_sparse_tensor_changed_in_place_is_counted_anew():
+def test_a_sparse_tensor_changed_in_place_is_recounted():
     some = torch.eye(100).to_sparse().to("vgpu:0")
     every = torch.ones(100, 100).to_sparse().to("vgpu:0")
     some.add_(every)
@@ -177,7 +177,7 @@ def test_moving_a_module_moves_its_bytes():
     assert (allocated(0), allocated(2)) == (0, 0)
 
 
-def test_a_record_tells_what_was_allocated_where_and_by_which_operation():
+def test_a_record_has_what_was_allocated_where_and_by_which_operation():
     with vgpu.record_memory() as record:
         x = torch.zeros(256, device="vgpu:1")
         y = x @ x
@@ -225,8 +225,8 @@ def test_a_bad_memory_fraction_is_refused(fraction, kind):
         torch.vgpu.set_per_process_memory_fraction(fraction)
 
 
-def test_a_copy_of_a_tensor_s_attributes_is_of_the_same_gpu():
-    # dcp.async_save copies them one by one, and would copy all blocks of a GPU of its own.
+def test_a_copy_of_a_tensors_attributes_is_on_the_same_gpu():
+    # dcp.async_save copies them one by one; it must not copy the GPU with all its blocks.
     with vgpu.enable(1):
         attributes = vars(torch.ones(3, device="vgpu:0"))
         copied = copy.deepcopy(attributes["_gpu"])

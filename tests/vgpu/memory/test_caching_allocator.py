@@ -1,4 +1,4 @@
-"""Reserved bytes by the rules of CUDACachingAllocator.cpp, worked out by hand, and as it gave them."""
+"""Reserved bytes by the rules of CUDACachingAllocator.cpp: computed by hand, and from the real allocator."""
 
 import random
 
@@ -16,7 +16,7 @@ def allocator(capacity_mib=1024, expandable=False):
 
 
 def allocated(sizes_mib, **options):
-    """Blocks 0, 1, 2 and so on, of these sizes, on the default stream."""
+    """Blocks 0, 1, 2 and so on, with these sizes, on the default stream."""
     made = allocator(**options)
     for block, size_mib in enumerate(sizes_mib):
         made.allocate(block, int(size_mib * MIB), 0)
@@ -42,12 +42,12 @@ def test_small_blocks_share_segments_of_2_mib():
     [
         (30, 30, 30),
         (10, 10, 10),
-        (10 - 512 / MIB, 20, 10 - 512 / MIB),  # below 10 MiB: cut from 20
-        (11, 12, 12),  # 1 MiB is left, and only more than that is cut off
+        (10 - 512 / MIB, 20, 10 - 512 / MIB),  # below 10 MiB: a part of 20
+        (11, 12, 12),  # 1 MiB remains, and only more than that is split off
         (13.5, 14, 14),
     ],
 )
-def test_large_blocks_have_a_segment_of_their_own(size_mib, reserved_mib, allocated_mib):
+def test_large_blocks_have_their_own_segment(size_mib, reserved_mib, allocated_mib):
     assert mib(allocated([size_mib])) == (reserved_mib, allocated_mib, 1)
 
 
@@ -59,12 +59,12 @@ def test_an_expandable_segment_leaves_no_gaps():
         made.free(0)
         made.free(2)
         made.allocate(3, 40 * MIB, 0)
-    # 30 and 30 are free apart and 40 is asked for; the last 30 and the 10 behind it are 40.
+    # 30 and 30 are free but apart, and 40 is requested; the last 30 and the 10 after it make 40.
     assert (mib(plain), mib(expandable)) == ((130, 70, 4), (100, 70, 1))
 
 
 def counts_of_a_random_program(made, seed):
-    """What the allocator has counted after each event, and how often it has run out of memory."""
+    """The allocator's counts after each event, and how often it ran out of memory."""
     generator = random.Random(seed)
     live, counted, out_of_memory = [], [], 0
     for block in range(600):
@@ -94,11 +94,10 @@ def counts_of_a_random_program(made, seed):
         (333, True, (187_233_730_560, 129_558_452_224, 3_053, 16_177, 11_535)),
     ],
 )
-def test_random_programs_end_as_with_pytorch_s_own_allocator(capacity_mib, expandable, expected):
-    """The sums of all counts after each of 600 events, as the allocator of PyTorch 2.15 has them.
-
-    Its compiled code (libc10_cuda.so) got the same events, over functions in place of CUDA's that
-    only count bytes.
+def test_random_programs_end_as_with_pytorchs_own_allocator(capacity_mib, expandable, expected):
+    """The sums of all counts after each of 600 events in PyTorch 2.15's allocator. Its compiled
+    code (libc10_cuda.so) got the same events, with CUDA's functions replaced by ones that only
+    count bytes.
     """
     made = allocator(capacity_mib, expandable)
     counted = counts_of_a_random_program(made, seed=capacity_mib)

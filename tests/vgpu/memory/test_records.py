@@ -44,7 +44,7 @@ def test_an_allocation_and_its_release_share_a_number():
 
 
 @pytest.mark.parametrize("shapes", [False, True])
-def test_a_record_tells_what_is_reserved_with_values_and_as_shapes(shapes):
+def test_a_record_has_what_is_reserved_with_values_and_as_shapes(shapes):
     with vgpu.shapes_only() if shapes else contextlib.nullcontext(), vgpu.record_memory() as record:
         a, b, c = of(30), of(30), of(30)
         del a, c
@@ -61,7 +61,7 @@ def test_a_record_tells_what_is_reserved_with_values_and_as_shapes(shapes):
     del b, d
 
 
-def test_blocks_lie_on_the_stream_on_which_they_were_allocated():
+def test_blocks_belong_to_the_stream_on_which_they_were_allocated():
     side = torch.vgpu.Stream("vgpu:0")
     with vgpu.record_memory() as record:
         with torch.vgpu.stream(side):
@@ -70,7 +70,7 @@ def test_blocks_lie_on_the_stream_on_which_they_were_allocated():
         del x
         y = of(5)
     assert [event.stream for event in record.events] == [side.stream_id, 0, side.stream_id, 0]
-    # Two segments of 20 MiB on vgpu:0: what is free belongs to the side stream.
+    # Two segments of 20 MiB on vgpu:0: the free part belongs to the side stream.
     assert record.reserved("vgpu:0").reserved_bytes == 40 * MIB
     assert record.reserved("vgpu:1").reserved_bytes == 20 * MIB
     del y, other
@@ -88,7 +88,7 @@ def test_a_growing_storage_moves_and_an_emptied_one_is_free():
     del x, y
 
 
-def test_blocks_from_before_the_record_lie_first():
+def test_blocks_from_before_the_record_come_first():
     kept, gone = of(6), of(30)
     with vgpu.record_memory() as record:
         del gone
@@ -99,7 +99,7 @@ def test_blocks_from_before_the_record_lie_first():
     del kept, new
 
 
-def test_a_record_tells_what_a_gpu_of_another_size_would_reserve():
+def test_a_record_has_what_a_gpu_of_another_size_would_reserve():
     with vgpu.record_memory() as record:
         x = of(30)
         del x

@@ -1,4 +1,4 @@
-"""What torch.vgpu says is reserved: the segments that CUDA's allocator would have by now."""
+"""Reserved memory as reported by torch.vgpu: the segments that CUDA's allocator would have."""
 
 import gc
 import random
@@ -45,7 +45,7 @@ def test_a_block_takes_a_segment_which_stays_when_it_is_freed(size_mib, expected
     del y
 
 
-def test_emptying_the_cache_gives_back_whole_segments_only():
+def test_emptying_the_cache_releases_only_whole_segments():
     kept, x, y = of(5), of(5), of(30)
     del x, y
     assert reserved_mib() == 50
@@ -91,16 +91,16 @@ def test_streams_share_no_segments():
     del y
 
 
-def test_cached_segments_go_before_memory_runs_out():
+def test_cached_segments_are_released_before_memory_runs_out():
     x = of(200)
     del x
-    y = of(100)  # the 200, which is not cut: there is no room beside it
+    y = of(100)  # the 200, which isn't split: there's no room left in it
     assert reserved_mib() == 200
     z = of(156)
     assert torch.vgpu.memory_allocated() == 256 * MIB
     counts = ["num_alloc_retries", "num_ooms"]
     assert [torch.vgpu.memory_stats()[name] for name in counts] == [1, 0]
-    for _ in range(2):  # each time it tries again, and gives up
+    for _ in range(2):  # each time, it retries and gives up
         with pytest.raises(torch.OutOfMemoryError):
             of(1)
     assert [torch.vgpu.memory_stats()[name] for name in counts] == [3, 2]
@@ -110,7 +110,7 @@ def test_cached_segments_go_before_memory_runs_out():
         assert [torch.vgpu.memory_stats()[name] for name in counts] == [0, 0]
 
 
-def test_a_gpu_reserves_more_than_it_has_where_cuda_would_find_no_room():
+def test_a_gpu_reserves_more_than_it_has_if_cuda_would_run_out():
     parts = [of(20) for _ in range(12)]
     del parts[::2]
     x = of(130)  # beside 120 in use
@@ -123,7 +123,7 @@ def test_a_gpu_reserves_more_than_it_has_where_cuda_would_find_no_room():
     del x, y
 
 
-def test_gpus_that_are_enabled_again_have_what_is_held_and_no_more():
+def test_reenabled_gpus_count_only_what_is_still_held():
     x, y = of(5), of(30)
     del y
     with vgpu.enable(1, memory_bytes=512 * MIB):
@@ -136,7 +136,7 @@ def test_gpus_that_are_enabled_again_have_what_is_held_and_no_more():
 
 
 def some_program(ask, seed=0):
-    """Blocks made, resized and freed at random, on two streams; asks each time."""
+    """Blocks are created, resized and freed at random, on two streams, with a query after each."""
     chance, side, live = random.Random(seed), torch.vgpu.Stream("vgpu:0"), []
     for _ in range(300):
         kind = chance.random()
@@ -167,7 +167,7 @@ def test_the_reserve_equals_what_a_record_replays(longest_log, shapes, monkeypat
 
 
 def test_the_allocator_survives_frees_during_an_allocation(monkeypatch):
-    """Whenever an object is made Python may collect others, and their finalizers may do anything."""
+    """Whenever an object is created, Python may collect others, whose finalizers may do anything."""
     held, made = [of(3), of(9)], []
 
     class Block(memory.Block):
@@ -180,7 +180,7 @@ def test_the_allocator_survives_frees_during_an_allocation(monkeypatch):
     monkeypatch.setattr(memory, "Block", Block)
     kept = of(30)
     assert torch.vgpu.memory_allocated() == (12 + 12 + 30) * MIB
-    assert reserved_mib() == 20 + 12 + 30  # one of 12 lies where the first two did
+    assert reserved_mib() == 20 + 12 + 30  # one of 12 is where the first two were
     made.clear()
     assert torch.vgpu.memory_allocated() == 30 * MIB
     torch.vgpu.empty_cache()

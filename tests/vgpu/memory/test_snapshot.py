@@ -1,4 +1,6 @@
-"""Memory snapshots of virtual GPUs, as torch.cuda.memory._snapshot has them; PyTorch's viewer reads them."""
+"""Memory snapshots of virtual GPUs have the format of torch.cuda.memory._snapshot, and PyTorch's
+viewer reads them.
+"""
 
 import pickle
 
@@ -25,7 +27,7 @@ def make_weight():
     return torch.empty(30 * MIB, dtype=torch.uint8, device="vgpu:0")
 
 
-def test_a_snapshot_has_each_block_and_who_made_it(history):
+def test_a_snapshot_has_each_block_and_the_stack_that_allocated_it(history):
     weight, small = make_weight(), torch.empty(3, device="vgpu:1")
     taken = torch.vgpu.memory._snapshot()
     large, little = sorted(taken["segments"], key=lambda each: each["device"])
@@ -51,7 +53,7 @@ def test_the_history_has_segments_allocations_and_releases_in_order(history):
     assert again.nbytes == trace[-1]["size"]
 
 
-def test_a_storage_that_grows_is_allocated_anew_and_then_released(history):
+def test_a_growing_storage_is_reallocated_then_released(history):
     x = torch.empty(MIB, dtype=torch.uint8, device="vgpu:0")
     x.untyped_storage().resize_(3 * MIB)
     trace = torch.vgpu.memory._snapshot()["device_traces"][0]

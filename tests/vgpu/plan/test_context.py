@@ -1,4 +1,4 @@
-"""Plans whose ranks share each sequence: what they compute, keep and send, and what is refused."""
+"""Plans whose ranks share each sequence: what they compute, keep and send, and what's refused."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def in_attention(step):
 
 
 def test_ranks_share_what_one_would_compute():
-    """Each computes a causal half of its own part, and half of what its part has with each other one."""
+    """Each computes the causal half of its own part, and half of its part's scores with each other part."""
     one, four = predict(plan(Layout())), predict(plan(Layout(cp=4)))
     assert in_attention(one) == 4 * in_attention(four)
     products = [step.timeline.flop - in_attention(step) for step in (one, four)]
@@ -25,7 +25,7 @@ def test_ranks_share_what_one_would_compute():
     assert four.plan.tokens == one.plan.tokens == 512
 
 
-def test_keys_and_values_are_gathered_and_their_gradients_go_round():
+def test_keys_and_values_are_gathered_and_their_gradients_travel_around_a_ring():
     events = predict(plan(Layout(cp=4))).timeline.events
     both = 2 * 512 * SMALL.width  # keys and values of the whole sequence
     gathers = [e for e in events if e.name == "all_gather" and e.size_bytes == 2 * both]
@@ -41,15 +41,13 @@ def test_parameters_are_sharded_among_ranks_that_share_sequences():
     )
 
 
-def test_context_goes_with_tensor_parallelism_and_pipelines():
+def test_context_parallelism_combines_with_tensor_parallelism_and_pipelines():
     step = predict(plan(Layout(tp=2, cp=2)))
     assert {"all_gather", "reduce_scatter", "all_to_all"} <= {e.name for e in step.timeline.events}
     step = predict(plan(Layout(cp=2, pp=2), recompute="full", micro_batches=1))
     assert in_attention(step)
 
 
-def test_a_sequence_that_does_not_divide_is_refused():
-    with pytest.raises(
-        ValueError, match=r"4 ranks cannot share a sequence of 500 .* multiple of 8"
-    ):
+def test_a_sequence_that_is_not_divisible_is_refused():
+    with pytest.raises(ValueError, match=r"4 ranks can.t share a sequence of 500 .* multiple of 8"):
         plan(Layout(cp=4), sequence=500)

@@ -1,4 +1,4 @@
-"""Estimates on paper, beside what PyTorch's own code counts, computes and sends on a cluster."""
+"""Back-of-envelope estimates match what PyTorch's own code counts, computes and sends on a cluster."""
 
 import dataclasses
 
@@ -35,17 +35,18 @@ def cost(gpus_per_host=8, network="InfiniBand NDR", **shares):
     )
 
 
-def test_an_estimate_has_the_flops_that_a_counter_sees():
+def test_an_estimate_has_the_flops_that_a_counter_counts():
     small = TransformerSizes(2, 256, 8, 4, 512, 1024, sequence=128)
     model, tokens = Transformer(small), torch.zeros(1, 128, dtype=torch.int64)
-    # Fused, torch 2.15 counts attention's scores twice in backward, and 2.14 nothing, on the CPU.
+    # For fused attention on the CPU, torch 2.15 counts the scores twice in backward, and 2.14 not
+    # at all.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
     assert counter.get_total_flops() == 128 * estimate.flop_per_token(small, 128)
 
 
-def test_bytes_are_those_that_pytorch_sends_on_a_cluster():
-    """FSDP2 and tensor parallelism, one sequence on each of 2 hosts: of the blocks alone."""
+def test_estimated_bytes_are_those_that_pytorch_sends_on_a_cluster():
+    """FSDP2 and tensor parallelism, one sequence on each of 2 hosts, for the blocks only."""
     layers, tensor, data = 2, 4, 2
     model = dataclasses.replace(LLAMA["8B"], layers=layers, vocabulary=1024, sequence=512)
     found = mesh_step(
@@ -55,7 +56,8 @@ def test_bytes_are_those_that_pytorch_sends_on_a_cluster():
     hidden_bytes = 512 * model.width * 2
     assert sent["all_reduce"] == 4 * layers * hidden_bytes
     assert found.of("tensor").sent_bytes == 2 * (tensor - 1) / tensor * sent["all_reduce"]
-    # Norms are not split over tensors. FSDP keeps what it gathers for a module without a parent.
+    # Norms aren't split by tensor parallelism. FSDP keeps what it gathers for a module without a
+    # parent.
     block = model.block_products / tensor + 2 * model.width
     assert sent["all_gather"] == layers * block * 2
     assert sent["reduce_scatter"] == layers * block * 4
@@ -66,7 +68,7 @@ def test_bytes_are_those_that_pytorch_sends_on_a_cluster():
 
 
 def sent_on_a_cluster(model, tensor, data):
-    """Bytes of each collective of the blocks in one step."""
+    """Bytes of each of the blocks' collectives in one step."""
     plan = {
         "attention": PrepareModuleInput(
             input_layouts=(Replicate(), None, None),
@@ -111,7 +113,7 @@ def test_one_gpu_sends_nothing_and_computes_six_flops_a_parameter_and_token():
     assert flop == pytest.approx(6 * matrices * 4 * 64, rel=0.01)  # attention is small here
 
 
-def test_a_mesh_divides_the_computing_and_not_the_values():
+def test_a_mesh_divides_the_computation_but_not_the_result():
     whole = mesh_step(dict.fromkeys(DIMENSIONS, 1), MODEL, 64, cost())
     for name, size in SIZES.items():
         cut = mesh_step(dict.fromkeys(DIMENSIONS, 1) | {name: size}, MODEL, 64, cost())
@@ -132,7 +134,7 @@ def test_the_bubble_is_that_of_1f1b():
 
 
 def test_the_ring_counts_what_lesson_14_counts_on_ranks():
-    """Keys and values n - 1 times, then n times with gradients in float32 beside them."""
+    """Keys and values n - 1 times, then n times together with gradients in float32."""
     found = mesh_step(dict.fromkeys(DIMENSIONS, 1) | {"context": 4}, MODEL, 1, cost())
     keys = 8192 // 4 * 128 * 8
     assert found.of("context").sent_bytes == MODEL.layers * (3 * 2 * keys * 2 + 4 * 2 * keys * 6)
@@ -149,9 +151,15 @@ def test_a_slow_network_slows_only_what_goes_over_it():
         assert slow.of(name).link == "Ethernet, 100 Gb/s, TCP"
 
 
-def test_the_slowest_group_counts_and_not_rank_0_s():
+def test_the_slowest_group_counts_not_rank_0s():
     found = mesh_step({"pipeline": 5, "data": 8, "tensor": 1, "context": 1}, MODEL, 64, cost())
-    assert found.of("pipeline").ranks == (15, 16, 17, 18, 19)  # four of a host, and one
+    assert found.of("pipeline").ranks == (
+        15,
+        16,
+        17,
+        18,
+        19,
+    )  # four in one host, and one in another
     assert found.of("pipeline").link == "InfiniBand NDR"
     # 3 × 2 ranks hold the same parameters: 0 to 5 in one host, 6 to 11 in two.
     sizes = {"context": 2, "data": 3, "tensor": 4, "pipeline": 1}
@@ -163,14 +171,14 @@ def test_the_slowest_group_counts_and_not_rank_0_s():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tensor": 16}, "8 key-value heads do not divide by tensor = 16"),
-        ({"pipeline": 3}, "80 layers do not divide by pipeline = 3"),
-        ({"data": 3}, "64 sequences do not divide by data = 3"),
-        ({"context": 3}, "8192 tokens of a sequence do not divide by context = 3"),
+        ({"tensor": 16}, "8 key-value heads aren't divisible by tensor = 16"),
+        ({"pipeline": 3}, "80 layers aren't divisible by pipeline = 3"),
+        ({"data": 3}, "64 sequences aren't divisible by data = 3"),
+        ({"context": 3}, "8192 tokens per sequence aren't divisible by context = 3"),
         ({"tensor": 0}, "with at least 1"),
         ({"expert": 2}, "sizes must name each of tensor, context, pipeline, data"),
     ],
 )
-def test_sizes_that_do_not_divide_are_named(changes, words):
+def test_sizes_that_are_not_divisible_are_named(changes, words):
     with pytest.raises(ValueError, match=words):
         mesh_step(SIZES | changes, MODEL, 64, cost())

@@ -1,4 +1,4 @@
-"""Experts: what they compute, beside a loop over tokens; what plans with them send, and what is refused."""
+"""Experts: their results match a loop over tokens; what plans with them send, and what's refused."""
 
 import dataclasses
 
@@ -23,9 +23,16 @@ def made(sizes=EXPERTS, seed=0):
     return Experts(16, sizes, None)
 
 
-def one_by_one(module, tokens):
-    """Each token through its experts, as if each had room for all."""
+def one_by_one(module, tokens, ranks=None):
+    """Send each token through its experts, as if each had room for all.
+
+    ranks: on how many of two ranks they may be.
+    """
     chances = F.linear(tokens, module.router).softmax(-1)
+    if ranks == 1:
+        halves = chances.unflatten(-1, (2, -1))
+        best = halves.amax(-1, keepdim=True)
+        chances = torch.where(best == best.amax(1, keepdim=True), halves, 0).flatten(1)
     weights, experts = chances.topk(module.sizes.per_token)
     weights = weights / weights.sum(-1, keepdim=True)
     own, outputs = module.own, []
@@ -55,7 +62,7 @@ def test_an_expert_without_a_slot_left_drops_the_token():
         module.router[1] = -module.router[0]
         tokens = (
             module.router[0].expand(1, 6, 16) + 0
-        )  # all want the first expert, which has 3 slots
+        )  # all choose the first expert, which has 3 slots
         output = module(tokens)[0]
     assert output[:3].abs().sum() > 0 and not output[3:].any()
 
@@ -80,6 +87,29 @@ def test_experts_of_several_ranks_compute_what_each_would_with_all():
         assert max(differences) < 1e-4
 
 
+def limited_part(rank, world_size, ranks_per_token):
+    part = made(dataclasses.replace(EXPERTS, capacity=4.0, ranks_per_token=ranks_per_token))
+    whole = made()
+    part.divide(init_device_mesh("cpu", (world_size,)))
+    torch.manual_seed(1 + rank)
+    x = torch.randn(6, 16, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    expected, output = one_by_one(whole, x, ranks_per_token), part(y)
+    expected.square().sum().backward()
+    output.square().sum().backward()
+    dist.all_reduce(whole.own.gate.grad)
+    mine = whole.own.gate.grad.chunk(world_size)[rank]
+    pairs = [(output, expected), (y.grad, x.grad), (part.own.gate.grad, mine)]
+    pairs.append((part.router.grad, whole.router.grad))
+    return [float((a - b).abs().max()) for a, b in pairs]
+
+
+@pytest.mark.parametrize("ranks_per_token", [1, 2])
+def test_experts_limited_to_ranks_compute_what_a_loop_over_tokens_does(ranks_per_token):
+    for differences in launch.run(limited_part, 2, ranks_per_token):
+        assert max(differences) < 1e-4
+
+
 def test_parameters_and_flops_are_those_of_the_model():
     shared = dataclasses.replace(EXPERTS, shared_width=48, dense_layers=1)
     for sizes in (SMALL, dataclasses.replace(SMALL, experts=shared)):
@@ -101,6 +131,11 @@ def test_ranks_of_ep_send_slots_there_and_back_and_gather_only_their_own_experts
     slots_bytes = 2 * 2 * 64 * EXPERTS.per_token * SMALL.width
     assert sent == [slots_bytes] * 4 * SMALL.layers
     assert not any(e.name == "all_to_all" for e in alone.timeline.events)
+    limited = dataclasses.replace(SMALL, experts=dataclasses.replace(EXPERTS, ranks_per_token=1))
+    step = predict(plan(Layout(dp_shard=4, ep=2), limited))
+    tokens, each = 2 * 64, EXPERTS.count // 2
+    sizes = {e.size_bytes for e in step.timeline.events if e.name == "all_to_all"}
+    assert sizes == {2 * tokens * SMALL.width, 4 * tokens * each}  # tokens, and weights in float32
     gathered = [
         sum(e.size_bytes for e in step.timeline.events if e.name == "all_gather")
         for step in (alone, shared)
@@ -111,7 +146,7 @@ def test_ranks_of_ep_send_slots_there_and_back_and_gather_only_their_own_experts
     assert flop[0] == flop[1]
 
 
-def test_experts_go_with_pipelines_context_and_recomputation():
+def test_experts_combine_with_pipelines_context_and_recomputation():
     dense = dataclasses.replace(
         SMALL, layers=4, experts=dataclasses.replace(EXPERTS, dense_layers=1)
     )
@@ -128,26 +163,35 @@ def test_experts_go_with_pipelines_context_and_recomputation():
                 "sizes": dataclasses.replace(SMALL, experts=ExpertSizes(6, 2, 8)),
                 "layout": Layout(dp_shard=4, ep=4),
             },
-            "6 experts cannot be divided among 4 ranks of ep",
+            "6 experts can't be divided among 4 ranks of ep",
         ),
-        ({"layout": Layout(dp_shard=2, ep=2), "recompute": "selective"}, "take none or full"),
-        ({"layout": Layout(tp=2)}, "without tensor parallelism"),
+        ({"layout": Layout(dp_shard=2, ep=2), "recompute": "selective"}, "use none or full"),
+        ({"layout": Layout(tp=2)}, "with tensor parallelism"),
         (
             {"sizes": dataclasses.replace(SMALL, experts=ExpertSizes(2, 3, 8))},
             "through 3 of 2 experts",
         ),
         (
             {"sizes": dataclasses.replace(SMALL, experts=None), "layout": Layout(dp_shard=2, ep=2)},
-            "2 ranks of ep have no experts",
+            "2 ranks of ep need experts",
         ),
         (
             {"sizes": dataclasses.replace(SMALL, experts=ExpertSizes(2, 1, 8, capacity=0.0))},
             "capacity of experts must be above 0",
+        ),
+        (
+            {
+                "sizes": dataclasses.replace(
+                    SMALL, experts=ExpertSizes(8, 3, 8, ranks_per_token=1)
+                ),
+                "layout": Layout(dp_shard=4, ep=4),
+            },
+            "3 experts can't be on 1 of 4 ranks of ep, which have 2 each",
         ),
     ],
 )
 def test_experts_that_cannot_be_divided_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         plan(**{"layout": Layout(), **options})
-    with pytest.raises(ValueError, match="must divide those of dp_shard"):
+    with pytest.raises(ValueError, match="must divide the 3 ranks of dp_shard"):
         Layout(dp_shard=3, ep=2)

@@ -1,4 +1,4 @@
-"""A step from few of its layers is that of the whole model."""
+"""A step extrapolated from a few layers matches that of the whole model."""
 
 import dataclasses
 
@@ -19,9 +19,11 @@ SIZES = TransformerSizes(8, 1024, 8, 8, 2752, 2048, sequence=1024)
 @pytest.mark.parametrize(
     "layout", sample([Layout(dp_shard=4, tp=4), Layout(dp_shard=16)], 1), ids=str
 )
-def test_time_and_bytes_are_those_of_all_layers(layout):
+def test_extrapolated_time_and_bytes_are_those_of_all_layers(layout):
     plan = Plan(SIZES, layout, 4, 1024, "full")
-    few = extrapolate(dataclasses.replace(plan, gpu="A100"), gpu=plan.gpu)  # a cost is the plan's
+    few = extrapolate(
+        dataclasses.replace(plan, gpu="A100"), gpu=plan.gpu
+    )  # this cost is the plan's
     whole = predict(plan)
     assert few.plan == plan
     assert few.seconds() == pytest.approx(whole.seconds, rel=0.01)
@@ -36,7 +38,7 @@ def test_time_and_bytes_are_those_of_all_layers(layout):
 
 
 @pytest.mark.parametrize("layout", sample([Layout(2, 4, 2), Layout(dp_replicate=16)], 1), ids=str)
-def test_a_rank_need_not_have_trained(layout):
+def test_a_rank_need_not_train_first(layout):
     plan = Plan(dataclasses.replace(SIZES, layers=4), layout, 2, 1024, "selective")
     with on_cluster(plan):
         first, second = (Rank(plan, takes_a_step).recorded(plan) for takes_a_step in (False, True))
@@ -52,8 +54,8 @@ def test_a_rank_need_not_have_trained(layout):
     assert first.allocated_bytes > 0
 
 
-def test_a_ddp_in_the_same_process_before_changes_no_bytes(tmp_path):
-    """Its group is gone, and the next one gets its name."""
+def test_earlier_ddp_in_the_same_process_does_not_change_bytes(tmp_path):
+    """Its group is gone, and the next one gets the same name."""
     store = (tmp_path / "store").as_uri()
     dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     with vgpu.enable(1):
@@ -65,7 +67,7 @@ def test_a_ddp_in_the_same_process_before_changes_no_bytes(tmp_path):
     assert first.bytes_by_cause == second.bytes_by_cause
 
 
-def test_other_costs_need_no_other_recording():
+def test_other_costs_need_no_new_recording():
     plan = Plan(SIZES, Layout(dp_shard=16), 1, 1024)
     few = extrapolate(plan)
     again = predict(plan, arithmetic_share=0.3)
@@ -77,7 +79,7 @@ def test_other_costs_need_no_other_recording():
     ("layers", "layout", "message"),
     [
         (4, Layout(dp_shard=16), "a model of 4 layers is small enough"),
-        (8, Layout(dp_shard=8, pp=2), "a plan of 2 stages cannot be extrapolated"),
+        (8, Layout(dp_shard=8, pp=2), "a plan with 2 stages can't be extrapolated"),
     ],
 )
 def test_a_small_model_and_a_pipeline_are_not_extrapolated(layers, layout, message):

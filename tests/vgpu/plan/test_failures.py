@@ -1,4 +1,4 @@
-"""Time lost to failures: a case by hand, and the simulation against the formulas."""
+"""Time lost to failures: a case computed by hand, and the simulation compared with the formulas."""
 
 import math
 
@@ -19,12 +19,12 @@ from vgpu.plan.failures import (
     [
         # A failure at 20 s undoes 8 s; 3 s to restart; then two more parts.
         (30, 10, 2, [20], 47),
-        # At 11 s during the checkpoint, at 13 s during the restart, which begins anew.
+        # At 11 s during the checkpoint, at 13 s during the restart, which starts over.
         (10, 10, 2, [11, 13], 28),
         (25, 10, 1, [], 28),  # a short last part
     ],
 )
-def test_a_training_with_failures_takes_as_long_as_worked_out_by_hand(
+def test_a_run_with_failures_takes_as_long_as_computed_by_hand(
     training_s, interval_s, checkpoint_s, failures_s, total_s
 ):
     found = with_failures_at(training_s, interval_s, checkpoint_s, 3, failures_s)
@@ -38,25 +38,25 @@ def test_the_simulation_agrees_with_the_formula(interval_s, restart_s):
     costs = {"checkpoint_s": 120, "restart_s": restart_s, "between_failures_s": 10_000}
     found = simulated(5_000 * interval_s, interval_s, **costs)
     assert found.failures > 200
-    # The mean of thousands of failures is within a few percent of what is expected.
+    # The mean of thousands of failures is within a few percent of the expected value.
     assert found.share == pytest.approx(expected_goodput(interval_s, **costs), rel=0.04)
 
 
-def test_a_training_that_hardly_ever_lasts_is_refused():
-    """The formula overflowed, and the simulation drew failures for years."""
+def test_a_run_that_hardly_ever_completes_is_refused():
+    """The formula used to overflow, and the simulation drew failures for years."""
     between_failures_s = 11_141
     assert expected_goodput(8e6, 60, 300, between_failures_s) == 0
     share = expected_goodput(120 * 2**11, 60, 300, between_failures_s)
     assert 0 < share < 1e-7
     with pytest.raises(ValueError, match=r"more than 10,000,000 failures .* another interval"):
         simulated(300 * between_failures_s, 120 * 2**11, 60, 300, between_failures_s)
-    with pytest.raises(ValueError, match=r"more than 10,000,000 failures or parts"):
+    with pytest.raises(ValueError, match=r"more than 10,000,000 failures or intervals"):
         simulated(1e12, 1e-3, 1e-3, 0, 1e12)
-    # Less training is in the middle of its only part when it ends.
+    # A shorter run ends in the middle of its only interval.
     assert simulated(600, 120 * 2**11, 60, 300, between_failures_s).share > 0.5
 
 
-def test_young_finds_the_best_interval():
+def test_youngs_formula_finds_the_best_interval():
     costs = {"checkpoint_s": 60, "restart_s": 300, "between_failures_s": 11_000}
     best = best_interval_s(60, 11_000)
     assert best == pytest.approx((2 * 60 * 11_000) ** 0.5)
@@ -84,6 +84,6 @@ def test_llama_3_failed_every_three_hours():
         (lambda: simulated(1, 1, 1, 1, -5), "between_failures_s must be positive .* got -5"),
     ],
 )
-def test_the_formula_refuses_times_that_cannot_be(call, words):
+def test_the_formula_refuses_impossible_times(call, words):
     with pytest.raises(ValueError, match=words):
         call()

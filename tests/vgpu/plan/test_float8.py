@@ -1,4 +1,4 @@
-"""Linear layers with products in float8: their values, what plans multiply in it, what ranks send."""
+"""Linear layers with float8 products: their values, what plans multiply in float8, what ranks send."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ def plan(layout, **options):
     return Plan(SMALL, layout, 2, 128, gpus_per_host=4, **options)
 
 
-def test_output_and_gradients_are_those_of_a_linear_layer_but_for_rounding():
+def test_output_and_gradients_are_a_linear_layers_except_for_rounding():
     torch.manual_seed(0)
     with vgpu.enable(1, gpu="H100"):
         plain = nn.Sequential(nn.Linear(64, 32, bias=False)).bfloat16().to("vgpu")
@@ -55,7 +55,7 @@ def test_blocks_multiply_in_float8_and_the_output_does_not():
 def test_layers_that_share_an_input_cast_it_once():
     step = predict(plan(Layout(), float8=True))
     largest = [e for e in step.timeline.events if e.name == "amax" and not e.backward]
-    weights, inputs = 7, 4  # of queries, keys and values one; of gate and up one
+    weights, inputs = 7, 4  # one for queries, keys and values; one for gate and up
     assert len(largest) == SMALL.layers * (weights + inputs)
 
 
@@ -79,5 +79,5 @@ def test_selective_recomputation_keeps_every_second_product():
 
 
 def test_a_gpu_without_float8_is_refused():
-    with pytest.raises(ValueError, match=r"A100.* cannot multiply float8.* H100, H200, B200"):
+    with pytest.raises(ValueError, match=r"A100.* can't multiply float8.* H100, H200, B200"):
         dataclasses.replace(plan(Layout()), float8=True, gpu="A100")

@@ -1,4 +1,4 @@
-"""How ranks are grouped, how a model is cut into stages, and what dividing one leaves behind."""
+"""How ranks are grouped, how a model is divided into stages, and what that leaves behind."""
 
 import gc
 import itertools
@@ -45,22 +45,22 @@ def test_every_rank_is_in_one_group_of_each_dimension():
 @pytest.mark.parametrize(
     "layout", [Layout(dp_shard=12, dp_replicate=2), Layout(tp=8, dp_shard=3), Layout(dp_shard=32)]
 )
-def test_groups_may_span_hosts_if_all_of_a_kind_do_so_alike(layout):
+def test_groups_may_span_hosts_if_all_of_a_kind_do_so_equally(layout):
     check_hosts(layout, 8)
 
 
 @pytest.mark.parametrize(
     "layout", [Layout(dp_shard=3, dp_replicate=8), Layout(tp=6, dp_shard=4), Layout(tp=3, pp=8)]
 )
-def test_groups_of_one_kind_that_lie_differently_on_hosts_are_refused(layout):
-    with pytest.raises(ValueError, match=r"in different ways.* Let the degrees divide 8"):
+def test_groups_of_one_kind_placed_differently_on_hosts_are_refused(layout):
+    with pytest.raises(ValueError, match=r"differently.* Let the degrees divide 8"):
         check_hosts(layout, 8)
 
 
 @pytest.mark.parametrize(
     ("layers", "stages", "counts"),
     [
-        (126, 8, [15, *[16] * 6, 15]),  # what torchtitan's own function gives
+        (126, 8, [15, *[16] * 6, 15]),  # the result of torchtitan's own function
         (126, 16, [7, *[8] * 14, 7]),
         (6, 2, [3, 3]),
         (7, 2, [4, 3]),
@@ -68,14 +68,14 @@ def test_groups_of_one_kind_that_lie_differently_on_hosts_are_refused(layout):
         (5, 1, [5]),
     ],
 )
-def test_embedding_and_output_count_as_a_layer_each(layers, stages, counts):
+def test_embedding_and_output_each_count_as_a_layer(layers, stages, counts):
     found = split_layers(layers, stages)
     assert [part.layers for part in found] == counts
     assert [part.first for part in found] == [True, *[False] * (stages - 1)]
     assert [part.last for part in found] == [*[False] * (stages - 1), True]
 
 
-def test_stages_one_after_another_are_the_whole_transformer():
+def test_stages_in_sequence_are_the_whole_transformer():
     torch.manual_seed(0)
     whole, begin = Transformer(MODEL), 0
     tokens = hidden = torch.randint(MODEL.vocabulary, (2, MODEL.sequence))

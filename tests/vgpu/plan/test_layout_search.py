@@ -1,4 +1,4 @@
-"""The search among layouts: what it skips, what it extrapolates, and what it says."""
+"""The search for layouts: what it skips, what it extrapolates, and what it prints."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ from vgpu.plan.transformer import TransformerSizes
 
 SIZES = TransformerSizes(6, 256, 8, 4, 512, 1024, sequence=128)
 GUESS = Plan(SIZES, Layout(dp_shard=2), sequence=128, gpus_per_host=2)
-# Two hosts of one GPU: no tensor parallelism, and fewer plans are left to try.
+# Two hosts with one GPU each: no tensor parallelism, so fewer plans to try.
 APART = dataclasses.replace(GUESS, sizes=dataclasses.replace(SIZES, layers=5), gpus_per_host=1)
 
 
@@ -40,7 +40,7 @@ def with_memory(plan, size_bytes):
         2,
     ),
 )
-def test_a_few_blocks_tell_time_and_bytes_of_all(layout, again, recompute):
+def test_a_few_blocks_predict_the_time_and_bytes_of_all(layout, again, recompute):
     plan = dataclasses.replace(
         GUESS, layout=layout, batch=4, recompute=recompute, reshard_after_forward=again
     )
@@ -55,7 +55,7 @@ def test_a_few_blocks_tell_time_and_bytes_of_all(layout, again, recompute):
 
 
 def test_a_plan_that_is_skipped_is_not_faster_or_does_not_fit(monkeypatch):
-    """Every plan is predicted whole beside the search, those of one layout by one rank."""
+    """Every plan is also predicted in full, those of one layout by one rank."""
     monkeypatch.setattr(layout_search, "_confirm", lambda *_: None)  # which reserves more
     plan = with_memory(APART, 34_000_000)
     found = search(plan, sequences=2)
@@ -94,7 +94,7 @@ def test_ranks_of_tp_are_neighbors_in_one_host():
         plan = dataclasses.replace(GUESS, layout=Layout(dp_shard=ranks), gpus_per_host=6)
         return {p.layout.tp for p in layout_search._plans(plan, sequences=None)}
 
-    assert degrees(12) == {1, 2}  # of 4, ranks 4 to 7 would lie in two hosts
+    assert degrees(12) == {1, 2}  # of 4, ranks 4 to 7 would be in two hosts
     assert degrees(4) == {1, 2, 4}
 
 
@@ -106,16 +106,16 @@ def free():
 
 @pytest.fixture(scope="module")
 def tight(free):
-    """A plan with room for what the fastest allocates, and not for what is reserved for it."""
+    """A plan with room for what the fastest allocates, but not for what's reserved for it."""
     plan = with_memory(APART, free.best[0].step.reserved_bytes - 1)
     return plan, search(plan, sequences=2, processes=1)
 
 
-def test_the_fastest_are_predicted_whole_until_some_fit(free, tight):
+def test_the_fastest_plans_are_predicted_in_full_until_some_fit(free, tight):
     assert [one.step is not None for one in free.best] == [True, False]
     first = free.best[0]
     assert first.tokens_per_s == first.step.tokens_per_s
-    # What was left out because it gathers more has its chance where the fastest does not fit.
+    # Plans left out because they gather more get their chance if the fastest doesn't fit.
     _, found = tight
     assert found.reasons[layout_search._RESERVED] == 1
     assert found.best[0].step.fits and found.best[0].plan.layout == first.plan.layout
@@ -129,12 +129,12 @@ def test_a_search_in_several_processes_finds_the_same_plans(tight):
     assert str(together) == str(alone)
 
 
-def test_an_error_in_another_process_comes_as_from_a_plain_call():
+def test_an_error_in_another_process_is_raised_as_from_a_plain_call():
     with pytest.raises(ValueError, match="arithmetic_share"):
         search(APART, sequences=2, processes=2, arithmetic_share=-1.0)
 
 
-# Without an `if __name__ == "__main__"`: no process imports it once more.
+# Without an `if __name__ == "__main__"`: no process imports it again.
 SCRIPT = """
 from vgpu.plan import Layout, Plan, search
 from vgpu.plan.transformer import LLAMA
@@ -183,24 +183,24 @@ OWN = (
 )
 
 
-def test_the_command_prints_the_best_and_why_others_fell_out(capsys):
+def test_the_command_prints_the_best_and_why_others_were_ruled_out(capsys):
     command.main([*OWN.split(), "--search", "--hosts", "1", "--sequences", "2"])
     shown = capsys.readouterr().out
     assert "dp_shard 2" in shown and "not tried" in shown and layout_search._MORE_WORK in shown
     for options, message in (
-        (["--hosts", "2"], "--hosts: only of use with --search"),
+        (["--hosts", "2"], "--hosts: only used with --search"),
         (["--search", "--hosts", "0"], "--hosts must be at least 1, got 0"),
         (["--search", "--sequences", "0"], "sequences must be at least 1, got 0"),
-        (["--search", "--hosts", "2", "--dp-shard", "2"], "--hosts 2 beside a layout (dp_shard 2)"),
-        (["--search", "--trace", "step.json"], "--trace: only of use without --search"),
+        (["--search", "--hosts", "2", "--dp-shard", "2"], "--hosts 2 with a layout (dp_shard 2)"),
+        (["--search", "--trace", "step.json"], "--trace: only used without --search"),
         (
             ["--search", "--no-reshard-after-forward"],
-            "--reshard-after-forward: only of use without",
+            "--reshard-after-forward: only used without",
         ),
-        # Two ranks at most share a layer, so that four hosts have samples of their own.
+        # At most two ranks share a layer, so that four hosts have different samples.
         (
             ["--search", "--hosts", "4", "--sequences", "3"],
-            "no layout of 8 GPUs has as few as 3 sequences a step: at least 4",
+            "no layout of 8 GPUs takes as few as 3 sequences per step: at least 4",
         ),
     ):
         with pytest.raises(SystemExit):

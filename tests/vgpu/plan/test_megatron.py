@@ -1,4 +1,4 @@
-"""Megatron-LM's form: what its recipes change."""
+"""Megatron-LM: what its recipes change."""
 
 import pytest
 
@@ -42,8 +42,8 @@ def test_small_layers_wait_for_the_host():
     assert fast > SMALL.sizes.layers * calls * megatron.CALL_S
 
 
-def test_tensor_parallelism_costs_the_host_its_six_collectives_a_layer():
-    """Two forward, two when that is recomputed, two backward."""
+def test_tensor_parallelism_costs_the_host_six_collectives_per_layer():
+    """Two forward, two in the recomputation, two backward."""
     twice = SMALL._replace(tp=2, gpus=2)
     whole, divided = (
         megatron._seconds(recorded(run).layer, recorded(SMALL).layer, run, SHARES)
@@ -78,12 +78,12 @@ def test_a_pipeline_inside_a_host_sends_over_its_links():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gpus": 12}, "12 GPUs do not divide into TP 8 × PP 1"),
-        ({"batch": 3}, "a batch of 3 does not divide into micro-batches of 2"),
-        ({"tp": 12, "gpus": 12}, "TP 12 does not fill hosts of 8"),
+        ({"gpus": 12}, "12 GPUs can't be divided into TP 8 × PP 1"),
+        ({"batch": 3}, "a batch of 3 can't be divided into micro-batches of 2"),
+        ({"tp": 12, "gpus": 12}, "TP 12 doesn't fill hosts of 8"),
         ({"sizes": WIDE.sizes._replace(key_value_heads=8)}, "give flash=True"),
     ],
 )
-def test_a_run_that_does_not_divide_is_refused(changes, message):
+def test_a_run_that_is_not_divisible_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         seconds(WIDE, **changes)

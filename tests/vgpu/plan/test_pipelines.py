@@ -1,4 +1,4 @@
-"""Plans with stages: how a model is cut, what plays, what is kept, and what is refused."""
+"""Plans with stages: how a model is divided, what's simulated, what's kept, and what's refused."""
 
 import dataclasses
 import json
@@ -30,14 +30,14 @@ def plan(layout, batch, **options):
 
 TWO = plan(Layout(dp_shard=2, pp=2), 2, gpus_per_host=2)  # a host for each stage
 
-# A rank's launches run ahead of its GPU; where each action is recorded, they begin anew.
+# A rank's launches run ahead of its GPU; since each action is recorded separately, they start over.
 NO_LAUNCHES = {"python_launch_s": 0.0, "engine_launch_s": 0.0}
 
 
 # What is simulated
 
 
-def test_all_stages_together_compute_what_one_would():
+def test_all_stages_together_compute_what_a_single_one_would():
     one, two = (predict(plan(Layout(pp=n), 4, gpus_per_host=1)) for n in (1, 2))
     assert one.timeline.flop == two.timeline.flop
 
@@ -49,13 +49,13 @@ def test_parameters_are_gathered_once_and_gradients_summed_once():
         return [sum(e.name == name for e in events) for name in ("all_gather", "reduce_scatter")]
 
     gathers, sums = sent()
-    assert gathers == sums == 3  # two blocks, and what lies outside them
+    assert gathers == sums == 3  # two blocks, and what's outside of them
     again, same = sent(reshard_after_forward=True)
     assert again > gathers and same == sums
 
 
-def test_pytorch_s_own_pipeline_takes_as_long_and_as_many_bytes():
-    """Two ranks of torch.distributed.pipelining recorded, and simulated together."""
+def test_pytorchs_own_pipeline_takes_as_long_and_as_many_bytes():
+    """Two ranks of torch.distributed.pipelining, recorded and simulated together."""
     layout = Layout(pp=2)
     whole = plan(layout, 6, micro_batches=3, gpus_per_host=1)
     timelines, peaks = [], []
@@ -147,8 +147,8 @@ def test_interleaving_shortens_the_bubble_and_the_step():
     assert interleaved.idle_s < plain.idle_s
 
 
-def test_chunks_gradients_share_a_link_and_the_update_waits_for_all():
-    """One chunk's are on their way when the next one's are made."""
+def test_the_gradients_of_chunks_share_a_link_and_the_update_waits_for_all():
+    """One chunk's gradients are still being sent when the next one's are computed."""
     wide = dataclasses.replace(SIZES, layers=5, width=1024, feed_forward=4096)
     options = {"sequence": 128, "chunks": 2, "gpus_per_host": 2, "network": "Ethernet 100"}
     step = predict(Plan(wide, Layout(2, 2, pp=2), 4, **options))
@@ -162,14 +162,14 @@ def test_chunks_gradients_share_a_link_and_the_update_waits_for_all():
             assert all(one.end_s <= then.start_s + 1e-12 for one, then in pairwise(turns))
         update = [event for event in events if event.module.startswith("update")]
         assert max(event.end_s for event in sent) <= update[0].start_s
-    # Were there no such meeting, nothing above would be shown.
+    # Without such a coincidence, nothing above would be tested.
     assert any(event.waited_s > 1e-6 for event in step.timeline.events)
 
 
 # What is shown
 
 
-def test_a_replayed_step_is_the_step_predicted_anew():
+def test_a_replayed_step_equals_a_new_prediction():
     whole = plan(Layout(dp_shard=2, tp=2, pp=2), 4, chunks=2, gpus_per_host=4)
     step = predict(whole, fuses=True, **NO_LAUNCHES)
     assert step.replayed().timeline == step.timeline
@@ -194,7 +194,7 @@ def test_a_long_prediction_shows_its_progress(capsys, monkeypatch):
     assert "predicting" in capsys.readouterr().err
 
 
-def test_the_trace_has_a_lane_for_each_stage_s_rank(tmp_path, capsys):
+def test_the_trace_has_a_row_for_each_stages_rank(tmp_path, capsys):
     trace = tmp_path / "step.json"
     sizes = (
         "--layers 4 --width 256 --heads 8 --key-value-heads 4 --feed-forward 512 --vocabulary 1024"
@@ -203,8 +203,8 @@ def test_the_trace_has_a_lane_for_each_stage_s_rank(tmp_path, capsys):
     command.main([*sizes.split(), *layout.split(), "--trace", str(trace)])
     shown = capsys.readouterr().out
     assert "pp 2 × tp 2 on 4 H100" in shown
-    assert "interleaved 1F1B, 2 chunks: 2 micro-batches of 2 on each" in shown
-    assert "layers of the stages: 1, 2, 1, 0" in shown
+    assert "interleaved 1F1B, 2 chunks: 2 micro-batches of 2 each" in shown
+    assert "layers per stage: 1, 2, 1, 0" in shown
     assert "waiting for other stages" in shown and "micro-batches in flight" in shown
     rows = json.loads(trace.read_text())["traceEvents"]
     lanes = {row["args"]["name"] for row in rows if row["name"] == "process_name"}
@@ -218,7 +218,7 @@ def test_smaller_micro_batches_are_among_what_would_fit():
     assert {"micro_batches": 4} in command._changes(plan(Layout(pp=2), 4))
 
 
-# Bad input
+# Invalid input
 
 
 @pytest.mark.parametrize(
@@ -226,34 +226,34 @@ def test_smaller_micro_batches_are_among_what_would_fit():
     [
         ({"layout": Layout(pp=8)}, "8 stages .* too many for a model of 4 layers: at most 4"),
         ({"layout": Layout(pp=4), "chunks": 2}, "8 stages .* too many"),
-        ({"layout": Layout(pp=2), "batch": 3}, "a batch of 3 cannot .* 2 micro-batches"),
+        ({"layout": Layout(pp=2), "batch": 3}, "a batch of 3 can't .* 2 micro-batches"),
         (
             {"layout": Layout(pp=4), "chunks": 1, "batch": 6, "micro_batches": 4},
-            "a batch of 6 cannot be divided into 4 micro-batches",
+            "a batch of 6 can't be divided into 4 micro-batches",
         ),
         (
             {"layout": Layout(pp=2), "chunks": 2, "micro_batches": 3, "batch": 3},
-            "3 is not a multiple",
+            "3 isn't a multiple",
         ),
         ({"layout": Layout(pp=2), "micro_batches": 0}, "micro_batches must be at least 1"),
         (
             {"layout": Layout(), "chunks": 2},
-            "belong to a pipeline: give the layout a pp of at least 2",
+            "are for pipelines: give the layout a pp of at least 2",
         ),
-        ({"layout": Layout(dp_shard=4), "micro_batches": 2}, "belong to a pipeline"),
+        ({"layout": Layout(dp_shard=4), "micro_batches": 2}, "are for pipelines"),
     ],
 )
-def test_a_plan_refuses_a_pipeline_that_cannot_be(options, message):
+def test_a_plan_refuses_an_impossible_pipeline(options, message):
     with pytest.raises(ValueError, match=message):
         Plan(**{"sizes": SIZES, "sequence": 128, "batch": 4, "gpus_per_host": 4, **options})
 
 
-def test_a_search_tries_no_pipelines():
+def test_a_search_does_not_try_pipelines():
     with pytest.raises(ValueError, match="this layout has 2 stages"):
         search(TWO)
 
 
-def test_405b_is_cut_as_the_command_says():
+def test_405b_is_divided_as_the_command_says():
     whole = Plan(LLAMA["405B"], Layout(1, 8, 8, 8), 32, recompute="full")
     assert whole.schedule.micro_batches == 8 and whole.micro_batch == 4
-    assert command._pipeline(whole).endswith("layers of the stages: 15, 6 × 16, 15")
+    assert command._pipeline(whole).endswith("layers per stage: 15, 6 × 16, 15")

@@ -1,4 +1,4 @@
-"""Plans of training runs on clusters: what is counted, what is refused, and what the command prints."""
+"""Plans for training runs on clusters: what's counted, what's refused, and what the command prints."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def test_a_rank_keeps_the_bytes_that_the_estimate_says():
     step = predict(Plan(SMALL, Layout(dp_shard=4), sequence=128, gpus_per_host=4))
     whole = 4 * SMALL.parameters
     assert 0 < step.allocated_bytes <= step.reserved_bytes
-    kept = step.bytes_by_cause  # in blocks of 512 bytes; and the rotations of positions
+    kept = step.bytes_by_cause  # in blocks of 512 bytes, plus the rotations for positions
     assert kept["parameters"] == pytest.approx(whole // 4 + 16_384, rel=1e-3)
     assert kept["optimizer state"] == pytest.approx(2 * whole // 4, rel=0.01)
     assert kept["gathered parameters"] > 0 < kept["gradients"]
@@ -41,7 +41,7 @@ def test_a_rank_keeps_the_bytes_that_the_estimate_says():
     assert step.tokens_per_s == pytest.approx(128 / step.seconds)
 
 
-def test_a_gpu_reserves_no_room_for_the_model_as_a_whole():
+def test_a_gpu_reserves_no_room_for_the_whole_model():
     sizes = TransformerSizes(16, 512, 8, 4, 1024, 512, sequence=128)
     step = predict(Plan(sizes, Layout(dp_shard=32), sequence=128, recompute="full"))
     assert step.reserved_bytes < 4 * sizes.parameters
@@ -73,24 +73,24 @@ def test_recomputation_takes_less_memory_and_more_time(how):
     ("options", "message"),
     [
         ({"layout": Layout(dp_shard=6)}, "6 ranks .* do not fill hosts of 4 GPUs"),
-        ({"layout": Layout(tp=8)}, "8 ranks cannot share a layer evenly: key-value heads 4"),
+        ({"layout": Layout(tp=8)}, "8 ranks can't share a layer evenly: key-value heads 4"),
         ({"recompute": "some"}, "one of none, selective, full, got 'some'"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"batch": 1.5}, "batch must be a whole number, got 1.5"),
         ({"sizes": dataclasses.replace(SMALL, layers=0)}, "layers must be at least 1, got 0"),
         (
             {"sizes": dataclasses.replace(SMALL, width=260)},
-            "a width of 260 cannot be divided among 8 heads",
+            "a width of 260 can't be divided among 8 heads",
         ),
         (
             {"sizes": dataclasses.replace(SMALL, key_value_heads=16)},
-            "8 heads cannot be divided among 16 key",
+            "8 heads can't be divided among 16 key",
         ),
         ({"gpu": "Z1"}, "no GPU preset 'Z1'"),
         ({"layout": Layout(dp_shard=100_000)}, "100,000 ranks .* at most 32,768"),
-        ({"batch": 10**9}, "1,000,000,000 sequences of 128 tokens .* give a smaller batch"),
+        ({"batch": 10**9}, "1,000,000,000 sequences of 128 tokens .* use a smaller batch"),
         ({"layout": Layout(pp=2), "batch": 10**9}, "500,000,000 sequences of 128 tokens"),
-        ({"layout": Layout(4, 3)}, "in different ways"),
+        ({"layout": Layout(4, 3)}, "differently"),
         ({"sizes": dataclasses.replace(SMALL, layers=10_000)}, "10,000 layers .* at most 1,024"),
         (
             {"layout": Layout(pp=2), "batch": 10_000, "micro_batches": 10_000},
@@ -98,17 +98,17 @@ def test_recomputation_takes_less_memory_and_more_time(how):
         ),
     ],
 )
-def test_predict_refuses_a_plan_that_cannot_be(options, message):
+def test_predict_refuses_an_impossible_plan(options, message):
     with pytest.raises(ValueError, match=message):
         predict(Plan(**{"sizes": SMALL, "layout": Layout(), "gpus_per_host": 4, **options}))
 
 
-def test_a_sequence_is_as_long_as_the_model_s_unless_it_is_given():
+def test_a_sequence_has_the_models_length_unless_one_is_given():
     assert Plan(SMALL, Layout()).sequence == 128
     assert read("--sequence 64")[0].sequence == 64
 
 
-def test_leaving_a_plan_leaves_no_group_and_no_gpus():
+def test_a_plan_leaves_no_process_group_and_no_gpus():
     predict(Plan(SMALL, Layout(dp_shard=4), sequence=128, gpus_per_host=4))
     assert not torch.distributed.is_initialized() and not vgpu.is_enabled()
 
@@ -119,7 +119,7 @@ def test_the_command_prints_bytes_time_and_speed_and_writes_a_trace(tmp_path, ca
     shown = capsys.readouterr().out
     assert "dp_shard 8 on 8 A100-SXM4-40GB, 2 hosts" in shown and "It fits." in shown
     assert re.search(r"reserved by the allocator +\S+ MiB", shown)
-    assert re.search(r"[\d,]+ tokens/s a GPU, 2,048 tokens a step", shown)
+    assert re.search(r"[\d,]+ tokens/s per GPU, 2,048 tokens per step", shown)
     rows = json.loads(trace.read_text())["traceEvents"]
     assert any(row["name"].startswith("nccl") for row in rows)
 
@@ -136,17 +136,28 @@ def test_compiling_and_gathering_once_are_options():
     assert gathers[0] < gathers[1]
 
 
+def test_embedding_and_output_are_gathered_by_themselves_if_they_are_wrapped():
+    wrapped, _ = read("--dp-shard 4 --wrap-ends")
+    gathered = [
+        {e.size_bytes for e in predict(plan).timeline.events if e.name == "all_gather"}
+        for plan in (wrapped, dataclasses.replace(wrapped, wrap_ends=False))
+    ]
+    one = 2 * SMALL.vocabulary * SMALL.width  # in bfloat16
+    together = 2 * one + 2 * SMALL.width  # with the last norm
+    assert one in gathered[0] - gathered[1] and together in gathered[1] - gathered[0]
+
+
 def test_async_tp_is_an_option_of_a_plan(capsys):
     plan, costs = read("--tp 4 --batch 8 --compile --async-tp")
     assert costs == {"fuses": True, "async_tp": True}
     sent = {event.name for event in predict(plan, **costs).timeline.events}
     plain = predict(plan, fuses=True)
     assert "permute" in sent and "permute" not in {e.name for e in plain.timeline.events}
-    # The loss of parts stays, and what sums several products.
+    # The loss's parts remain, and sums of several products.
     assert {"all_reduce", "reduce_scatter"} <= sent
     with pytest.raises(SystemExit):
         run("--tp 4 --async-tp")
-    assert "--async-tp is a pass of torch.compile: give --compile" in capsys.readouterr().err
+    assert "--async-tp is a pass of torch.compile: also give --compile" in capsys.readouterr().err
 
 
 def test_gpus_may_differ_in_speed():
@@ -161,7 +172,7 @@ def test_gpus_may_differ_in_speed():
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(pp=2)])
 def test_a_cost_that_is_the_plans_own_changes_the_plan(layout):
-    """Its utilization is that of the GPU that computes."""
+    """Its utilization is relative to the GPU that computes."""
     plan = Plan(SMALL, layout, batch=2, sequence=128, gpus_per_host=2)
     on_other = predict(plan, gpu="A100", network="Ethernet 100", arithmetic_share=0.4)
     other = dataclasses.replace(plan, gpu="A100", network="Ethernet 100")
@@ -172,7 +183,7 @@ def test_a_cost_that_is_the_plans_own_changes_the_plan(layout):
 
 
 def test_the_command_says_what_would_fit(capsys):
-    # Two GPUs a host, so that there are few layouts to try.
+    # Two GPUs per host, so that there are few layouts to try.
     run("--dp-shard 4 --batch 20000 --gpus-per-host 2 --gpu A100")
     shown = capsys.readouterr().out
     assert "It does not fit." in shown
@@ -185,7 +196,7 @@ def test_the_command_says_what_would_fit(capsys):
     [("full", "--reshard-after-forward"), ("none", "--recompute full --reshard-after-forward")],
 )
 def test_gathering_again_is_among_what_would_fit(recompute, advice):
-    """Where everything else is tried or cannot be: "Use more GPUs", it said."""
+    """If everything else has been tried or is impossible; it used to say "Use more GPUs"."""
     sizes = TransformerSizes(4, 512, 8, 4, 1024, 1024)
     gpu = dataclasses.replace(vgpu.PRESETS["H100"], memory_bytes=110 * 2**20)
     plan = Plan(sizes, Layout(dp_shard=8), 1, 512, recompute, False, gpu, gpus_per_host=1)
@@ -196,12 +207,12 @@ def test_gathering_again_is_among_what_would_fit(recompute, advice):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--width 260", "a width of 260 cannot be divided among 8 heads"),
+        ("--width 260", "a width of 260 can't be divided among 8 heads"),
         ("--layers 0", "layers must be at least 1, got 0"),
         ("--dp-shard 0", "dp_shard must be at least 1, got 0"),
         ("--dp-shard 100000", f"too many: a plan takes at most {MOST_RANKS:,}"),
         ("--search --hosts 100000", f"too many: a plan takes at most {MOST_RANKS:,}"),
-        ("--batch 1000000000", "give a smaller batch, or shorter sequences"),
+        ("--batch 1000000000", "use a smaller batch or shorter sequences"),
     ],
 )
 def test_the_command_refuses_in_a_sentence(capsys, options, message):
@@ -211,7 +222,7 @@ def test_the_command_refuses_in_a_sentence(capsys, options, message):
     assert left.value.code == 2 and message in error and len(error.splitlines()) == 1
 
 
-def test_the_help_s_examples_parse(capsys):
+def test_the_examples_in_the_help_parse(capsys):
     with pytest.raises(SystemExit):
         command.main(["--help"])
     shown = capsys.readouterr().out

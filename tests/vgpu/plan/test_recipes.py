@@ -1,4 +1,4 @@
-"""What a training does otherwise: accumulation, the type of reduction, which blocks are recomputed."""
+"""Variants of training: accumulation, the dtype of reductions, which blocks are recomputed."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def test_gradients_reduced_in_bfloat16_are_half_as_many_bytes():
     assert sent["float32"] == 2 * sent["bfloat16"] > 0
 
 
-def test_recomputing_every_second_block_lies_between_all_and_none():
+def test_recomputing_every_second_block_is_between_all_and_none():
     plan = Plan(SMALL, Layout(dp_shard=8), 8, recompute="full")
     full, half, none = (
         predict(dataclasses.replace(plan, **change))
@@ -43,7 +43,7 @@ def test_recomputing_every_second_block_lies_between_all_and_none():
     assert full.seconds > half.seconds > none.seconds
 
 
-def test_few_layers_extrapolate_where_every_third_block_is_recomputed():
+def test_a_few_layers_extrapolate_if_every_third_block_is_recomputed():
     sizes = dataclasses.replace(SMALL, layers=12)
     plan = Plan(sizes, Layout(dp_shard=8), 8, recompute="full", recompute_every=3)
     assert extrapolate(plan).seconds() == pytest.approx(predict(plan).seconds, rel=0.01)
@@ -52,7 +52,7 @@ def test_few_layers_extrapolate_where_every_third_block_is_recomputed():
 @pytest.mark.parametrize(
     "layout", [Layout(dp_shard=2, tp=2), Layout(dp_shard=2, tp=2, pp=2)], ids=str
 )
-def test_gpts_form_is_planned_with_every_kind_of_parallelism(layout):
+def test_gpt_models_can_be_planned_with_every_kind_of_parallelism(layout):
     gpt = dataclasses.replace(SMALL, form="gpt")
     step = predict(Plan(gpt, layout, 2))
     assert 0 < step.seconds < predict(Plan(SMALL, layout, 2)).seconds
@@ -66,6 +66,6 @@ def test_gpts_form_is_planned_with_every_kind_of_parallelism(layout):
         ({"layout": Layout(pp=2), "batch": 2, "accumulate": 2}, "is for plans without a pipeline"),
     ],
 )
-def test_a_plan_refuses_nonsense_of_gradients(change, message):
+def test_a_plan_refuses_invalid_gradient_options(change, message):
     with pytest.raises(ValueError, match=message):
         Plan(**{"sizes": SMALL, "layout": Layout(dp_shard=8), **change})

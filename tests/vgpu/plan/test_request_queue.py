@@ -1,4 +1,4 @@
-"""Requests in a queue: when each token comes, by schedule, and what no schedule may do."""
+"""Requests in a queue: when each token comes, depending on the schedule, and what schedules may not do."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_a_whole_prompt_stops_others_and_a_chunked_one_does_not():
     assert whole[1].first_token_s < chunks[1].first_token_s
 
 
-def test_chunked_prefill_keeps_to_its_budget():
+def test_chunked_prefill_stays_within_its_budget():
     asked = []
 
     def noted(generations):
@@ -69,7 +69,7 @@ def test_a_request_that_comes_with_its_cache_computes_only_the_rest():
         ({"cached": 10}, "cached must be from 0 to 9, got 10"),
     ],
 )
-def test_a_request_refuses_what_no_user_sends(request_, message):
+def test_a_request_refuses_impossible_sizes(request_, message):
     with pytest.raises(ValueError, match=message):
         Request(**{"arrival_s": 0.0, "prompt": 10, "output": 1, **request_})
 
@@ -83,7 +83,7 @@ def test_a_request_refuses_what_no_user_sends(request_, message):
         (lambda some: [2 if not g.prompt_left else 10 for g in some], "it has one next token"),
     ],
 )
-def test_the_queue_refuses_a_schedule_that_cannot_be(schedule, message):
+def test_the_queue_refuses_an_impossible_schedule(schedule, message):
     with pytest.raises(ValueError, match=message):
         simulate_queue(SERVER, [Request(0.0, 10, 3)], schedule)
 
@@ -91,5 +91,5 @@ def test_the_queue_refuses_a_schedule_that_cannot_be(schedule, message):
 def test_the_queue_refuses_what_it_cannot_serve():
     with pytest.raises(ValueError, match="larger than the server's whole cache"):
         simulate_queue(SERVER, [Request(0.0, 10_000_000, 1)], whole_prompts)
-    with pytest.raises(ValueError, match="a server of one stage, got pp=2"):
+    with pytest.raises(ValueError, match="a server with one stage, got pp=2"):
         simulate_queue(Server(LLAMA["8B"], pp=2), [], whole_prompts)

@@ -1,4 +1,4 @@
-"""Pipeline schedules: complete, without deadlock, and with the bubble and memory of the papers."""
+"""Pipeline schedules: complete, free of deadlocks, and with the papers' bubble and memory."""
 
 import math
 from itertools import pairwise
@@ -27,7 +27,7 @@ each_kind = pytest.mark.parametrize("make", schedules.KINDS.values(), ids=schedu
 
 
 def bubbles(times=None):
-    """Every schedule that some size allows, simulated."""
+    """Every schedule that's possible for some sizes, simulated."""
     for p, m in SIZES:
         for make in schedules.KINDS.values():
             if make is not schedules.interleaved or m % p == 0:
@@ -39,7 +39,7 @@ def bubbles(times=None):
     "make", [schedules.all_forward_all_backward, schedules.one_forward_one_backward]
 )
 @pytest.mark.parametrize("backward", [1, 2, 3])
-def test_the_bubble_is_that_of_gpipe_whatever_backward_takes(make, p, m, backward):
+def test_the_bubble_is_gpipes_however_long_backward_takes(make, p, m, backward):
     times = Times(forward=1, input_gradient=backward / 2, weight_gradient=backward / 2)
     simulated = simulate(make(p, m), times)
     assert math.isclose(simulated.bubble, (p - 1) / (m + p - 1), abs_tol=1e-12)
@@ -55,9 +55,9 @@ def test_interleaving_divides_the_bubble_by_the_chunks(p, m, v):
         return
     simulated = simulate(schedules.interleaved(p, m, v))
     assert math.isclose(simulated.bubble, (p - 1) / (v * m + p - 1), abs_tol=1e-12)
-    # A chunk takes its share of a device's time, so the work is that of the other schedules.
+    # A chunk takes its share of a device's time, so the work is the same as in the other schedules.
     assert math.isclose(sum(box.end - box.start for box in simulated.boxes[0]), 3 * m)
-    # In units of a device's layers: p + (p - 1) / v, unless the batch has ended before.
+    # In units of a device's layers: p + (p - 1) / v, unless the batch ends before that.
     assert peaks_in_flight(simulated.schedule)[0] == min(v * p + p - 1, v * m)
 
 
@@ -77,7 +77,7 @@ def test_gpipe_and_1f1b_keep_their_known_numbers_of_activations(p, m):
     assert peaks_in_flight(schedules.one_forward_one_backward(p, m)) == expected
 
 
-def test_no_action_begins_before_what_it_needs_has_ended():
+def test_no_action_starts_before_its_inputs_are_ready():
     for _, _, simulated in bubbles(Times(2, 3, 1, transfer=0.5)):
         plan = simulated.schedule
         boxes = {box.action: box for row in simulated.boxes for box in row}
@@ -99,15 +99,15 @@ def test_the_order_for_one_host_respects_all_needs():
                 assert place[need] < place[action]
 
 
-def test_a_transfer_delays_the_neighbour_only():
+def test_a_transfer_delays_only_the_neighbor():
     p, m = 2, 1
     simulated = simulate(schedules.one_forward_one_backward(p, m), Times(transfer=10))
     assert simulated.makespan == p * 3 + 2 * 10
     assert simulate(schedules.one_forward_one_backward(1, m), Times(transfer=10)).makespan == 3
 
 
-def test_stages_that_send_backward_whole_or_halved_can_meet():
-    # The last device halves its backward, the first does not: it needs the first half only.
+def test_stages_with_whole_and_halved_backwards_can_be_combined():
+    # The last device halves its backward, but the first doesn't: it needs only the first half.
     mixed = from_text(["F0 F1 B0 B1", "F0 I0 F1 I1 W0 W1"])
     assert simulate(mixed).makespan == 7
     assert set(needs(Action("B", 0, 0), mixed)) == {Action("F", 0, 0), Action("I", 0, 1)}
@@ -137,8 +137,8 @@ def test_a_deadlock_is_found_and_named(rows, said):
     assert said in str(caught.value)
 
 
-def test_a_deadlock_names_the_circle_and_not_who_waits_for_it():
-    # Device 0 only waits for the circle of devices 1 and 2.
+def test_a_deadlock_names_the_cycle_but_not_who_waits_for_it():
+    # Device 0 only waits for the cycle of devices 1 and 2.
     rows = ["F0 F1 B0 B1", "F0 B0 F1 B1", "F0 F1 B0 B1"]
     with pytest.raises(DeadlockError) as caught:
         simulate(from_text(rows))
@@ -152,36 +152,36 @@ def test_a_deadlock_names_the_circle_and_not_who_waits_for_it():
         ([], "at least one device"),
         (["", ""], "at least one device, one chunk and one action"),
         (["F0 X0"], "device 0: 'X0' is not an action such as F0 or B3"),
-        (["F0 F0 B0"], "device 0: 0F0 comes twice"),
-        (["F0 B0", "F0"], "device 1: stage 1 takes micro-batch 0 through F; expected F and B"),
-        (["F0 B0 W0"], "stage 0 takes micro-batch 0 through FBW"),
-        (["F1 B1"], "stage 0 takes micro-batch 0 through nothing"),
+        (["F0 F0 B0"], "device 0: 0F0 appears twice"),
+        (["F0 B0", "F0"], "device 1: stage 1 runs micro-batch 0 through F; expected F and B"),
+        (["F0 B0 W0"], "stage 0 runs micro-batch 0 through FBW"),
+        (["F1 B1"], "stage 0 runs micro-batch 0 through nothing"),
         (
             ["F0 B0", "F0 B0 0F1"],
-            "device 1: 0F1 is of stage 0, which belongs in the row of device 0",
+            "device 1: 0F1 is for stage 0, which belongs in the row of device 0",
         ),
     ],
 )
-def test_a_schedule_refuses_rows_with_missing_or_doubled_actions(rows, said):
+def test_a_schedule_refuses_missing_or_repeated_actions(rows, said):
     with pytest.raises(ValueError, match=said):
         from_text(rows)
 
 
 @pytest.mark.parametrize("action", [Action("Q", 0, 0), Action("F", -1, 0), Action("F", 0, 1)])
-def test_a_schedule_refuses_an_action_that_cannot_be(action):
-    with pytest.raises(ValueError, match=r"device 0: .* is no action"):
+def test_a_schedule_refuses_an_impossible_action(action):
+    with pytest.raises(ValueError, match=r"device 0: .* isn't an action"):
         Schedule("odd", ((action, Action("B", 0, 0)),))
 
 
 @each_kind
 @pytest.mark.parametrize("counts", [(0, 4), (4, 0), (2.0, 4), (True, 4)])
-def test_a_schedule_of_no_devices_or_micro_batches_is_refused(make, counts):
+def test_a_schedule_without_devices_or_micro_batches_is_refused(make, counts):
     with pytest.raises(ValueError, match=r"must be (at least 1|a whole number)"):
         make(*counts)
 
 
 @each_kind
-def test_a_schedule_reads_back_from_its_text(make):
+def test_a_schedule_can_be_read_back_from_its_text(make):
     made = make(4, 8)
     lines = [line.split(": ")[1] for line in str(made).splitlines()]
     assert from_text(lines, made.name) == made
@@ -190,7 +190,7 @@ def test_a_schedule_reads_back_from_its_text(make):
 
 @pytest.fixture
 def numbers(monkeypatch):
-    """The numbers on each panel that would have been shown: their outlines and places."""
+    """The numbers on each panel that would have been shown: their outlines and positions."""
     found = []
 
     def keep(_):
@@ -229,7 +229,7 @@ def test_several_schedules_share_one_scale(monkeypatch):
     assert plt.get_fignums() == []
 
 
-def test_a_schedule_takes_each_stage_s_own_time():
+def test_a_schedule_uses_each_stages_own_time():
     times = Times(by_stage=(1, 1, 2, 1))
     simulated = simulate(schedules.one_forward_one_backward(4, 8), times)
     assert [sum(box.end - box.start for box in row) for row in simulated.boxes] == [24, 24, 48, 24]

@@ -1,4 +1,4 @@
-"""Servers on paper: bytes beside a real cache, seconds beside datasheets and a published row."""
+"""Estimated servers: bytes match a real cache, seconds match datasheets and a published row."""
 
 import dataclasses
 
@@ -87,7 +87,7 @@ def test_stages_serve_groups_in_turn_and_make_no_token_faster():
     assert two.tokens_per_s(64, 100, 100) > 1.7 * one.tokens_per_s(32, 100, 100)
 
 
-def test_a_published_row_is_met_within_a_tenth():
+def test_a_published_row_is_predicted_within_a_tenth():
     # TensorRT-LLM 1.0, Llama 3.3 70B FP8, two H100s, 1000 tokens in and out: 4,205 tokens/s.
     server = Server(LLAMA["70B"], tp=2, weight_bits=8, cache_bits=8)
     assert server.tokens_per_s(server.most_sequences(2000), 1000, 1000) == pytest.approx(
@@ -98,7 +98,7 @@ def test_a_published_row_is_met_within_a_tenth():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tp": 3}, r"tp=3 ranks cannot share a layer evenly: heads 32, feed-forward width 14336"),
+        ({"tp": 3}, r"tp=3 ranks can't share a layer evenly: heads 32, feed-forward width 14336"),
         ({"pp": 33}, "pp=33 stages are too many for 32 layers"),
         ({"weight_bits": 4}, "weight_bits must be 8 or 16, got 4"),
         ({"usable_memory": 0}, r"usable_memory must be in \(0, 1\], got 0"),
@@ -108,7 +108,7 @@ def test_a_published_row_is_met_within_a_tenth():
         ),
     ],
 )
-def test_a_server_refuses_what_it_cannot_be(options, message):
+def test_a_server_refuses_impossible_settings(options, message):
     with pytest.raises(ValueError, match=message):
         Server(LLAMA["8B"], **options)
 
@@ -128,7 +128,7 @@ def test_the_report_says_what_fits_and_how_fast():
     )
 
 
-def test_the_command_serves(capsys):
+def test_the_command_prints_a_servers_report(capsys):
     main(["--serve", "--model", "70B", "--tp", "4", "--weight-bits", "8", "--prompt", "1000"])
     assert "It fits." in capsys.readouterr().out
 
@@ -136,12 +136,12 @@ def test_the_command_serves(capsys):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--serve --dp-shard 8 --batch 2", "--dp-shard, --batch: of no use with --serve"),
-        ("--prompt 100", "--prompt: only of use with --serve"),
-        ("--serve --tp 5", "tp=5 ranks cannot share a layer evenly"),
+        ("--serve --dp-shard 8 --batch 2", "--dp-shard, --batch: not used with --serve"),
+        ("--prompt 100", "--prompt: only used with --serve"),
+        ("--serve --tp 5", "tp=5 ranks can't share a layer evenly"),
     ],
 )
-def test_the_command_refuses_options_that_do_not_go_together(capsys, line, message):
+def test_the_command_refuses_incompatible_options(capsys, line, message):
     with pytest.raises(SystemExit):
         main(line.split())
     assert message in capsys.readouterr().err

@@ -15,7 +15,7 @@ def model():
     return Transformer(SMALL)
 
 
-def test_a_transformer_gives_logits_for_each_position(model):
+def test_a_transformer_returns_logits_for_each_position(model):
     assert model(torch.randint(50, (3, 16))).shape == (3, 16, 50)
     assert model(torch.randint(50, (3, 5))).shape == (3, 5, 50)
 
@@ -29,8 +29,8 @@ def test_no_position_sees_a_later_one(model):
     assert not torch.allclose(before[:, 9:], after[:, 9:])
 
 
-def test_attention_has_the_values_worked_out_by_hand(model):
-    """With the keys and values of each group repeated, and the mask written out."""
+def test_attention_has_the_values_computed_by_hand(model):
+    """Attention with each group's keys and values repeated, and the mask written out."""
     attention = model.blocks[0].attention
     x = torch.randn(2, 16, 32)
     found = attention(x, model.cos, model.sin)
@@ -51,7 +51,7 @@ def test_attention_has_the_values_worked_out_by_hand(model):
 
 
 def test_only_the_distance_of_positions_matters(model):
-    """A query and a key that both move by three positions give the same product."""
+    """A query and a key that are both shifted by three positions have the same product."""
     query, key = torch.randn(8), torch.randn(8)
     turned = [rotated(v.expand(1, 1, 16, 8), model.cos, model.sin)[0, 0] for v in (query, key)]
     products = turned[0] @ turned[1].T
@@ -59,7 +59,7 @@ def test_only_the_distance_of_positions_matters(model):
 
 
 def test_rotated_vectors_of_doubles_keep_their_length():
-    """A turned vector is as long as it was."""
+    """A rotated vector keeps its length."""
     heads = torch.randn(2, 4, 16, 8, dtype=torch.double)
     angles = torch.rand(16, 4, dtype=torch.double)
     turned = rotated(heads, angles.cos(), angles.sin())
@@ -78,7 +78,7 @@ def test_llama_has_as_many_parameters_as_published(name, parameters):
         assert sum(p.numel() for p in model.parameters()) == parameters == LLAMA[name].parameters
 
 
-def test_a_model_from_the_meta_device_has_the_numbers_of_its_seed():
+def test_a_model_from_the_meta_device_has_the_values_of_its_seed():
     models = []
     for seed in (0, 0, 1):
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Logs of operators; and what a rank sends in collectives, of plain tensors, of DTensors, in backward."""
+"""Logs of operators, and what a rank sends in collectives: of plain tensors, of DTensors, in backward."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_a_log_has_keyword_arguments():
     assert log.lines == ["ones(device=cpu)", "_to_copy(dtype=torch.float64)"]
 
 
-def test_a_log_counts_copies_and_no_views():
+def test_a_log_counts_copies_but_not_views():
     x = torch.ones(4)
     with OperatorLog() as log:
         assert x.to("cpu") is x
@@ -81,7 +81,7 @@ def sent_by_plain(rank, world_size):
     return sent.calls, sent.sent_bytes
 
 
-def test_collectives_of_plain_tensors_count_with_the_bytes_of_the_whole_one():
+def test_collectives_of_plain_tensors_count_the_bytes_of_the_whole_tensor():
     (calls, size_bytes), given = launch.run(plain, 4, gpu="V100")[0]
     assert calls == [
         ("all_reduce", 32),
@@ -91,13 +91,13 @@ def test_collectives_of_plain_tensors_count_with_the_bytes_of_the_whole_one():
         ("reduce_scatter", 128),
         ("all_to_all", 32),
         ("broadcast", 32),
-        # The functional ones, which are waited for when their result is used.
+        # Functional collectives, which are waited for when their results are used.
         ("all_reduce", 32),
         ("all_gather", 128),
         ("reduce_scatter", 128),
     ]
     assert size_bytes == 3 / 4 * (2 * 2 * 32 + 6 * 128 + 32) + 32
-    # Numbers, not bytes, and of what is given only: however a collective is called.
+    # Elements, not bytes, and only those passed in, however a collective is called.
     assert given == [
         ("all_reduce", 8),
         ("all_gather", 8),
@@ -140,14 +140,14 @@ def test_collectives_of_dtensors_and_of_backward_passes_count():
         ("all_gather", 4 * 256),
         ("all_to_all", 256),
         ("reduce_scatter", 256),
-        ("all_reduce", 256),  # the gradient of what every rank holds
+        ("all_reduce", 256),  # the gradient of what every rank has
     ]
     assert names == [name for name, _ in calls]
-    assert noted == ["all_gather", "reduce_scatter"]  # by the names that c10d's have, too
+    assert noted == ["all_gather", "reduce_scatter"]  # under the same names as c10d's
 
 
 def refused(rank, world_size):
-    """The errors of a gather that is counted, and of an all-reduce of a CPU tensor."""
+    """The errors for a counted gather, and for an all-reduce of a CPU tensor."""
     x = torch.zeros(2, device=own_gpu())
     parts = [torch.empty_like(x) for _ in range(world_size)] if rank == 0 else None
     with CollectiveCounter(), pytest.raises(NotImplementedError) as uncounted:
@@ -162,8 +162,8 @@ def refused(rank, world_size):
     return str(uncounted.value), str(misplaced.value)
 
 
-def test_counters_refuse_a_gather_and_a_cpu_tensor_of_a_rank_with_a_gpu():
+def test_counters_refuse_a_gather_and_a_cpu_tensor_on_a_rank_with_a_gpu():
     uncounted, misplaced = launch.run(refused, 2, gpu="V100")[0]
-    assert uncounted.startswith("what a rank sends is counted for all_reduce")
-    assert "and gather is none of them" in uncounted
+    assert uncounted.startswith("what a rank sends is counted only for all_reduce")
+    assert "not for gather" in uncounted
     assert "all_reduce was given a CPU tensor, and NCCL" in misplaced

@@ -52,7 +52,7 @@ def test_peaks_are_those_of_the_step_alone(gpus):
 
 @pytest.fixture
 def step():
-    """A small model on one GPU, with what a step of it needs."""
+    """A small model on one GPU, with what its training step needs."""
     (gpu,) = devices.lab(1)
     layers = nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU()
     model = nn.Sequential(*layers).to(gpu)
@@ -94,18 +94,18 @@ def test_causes_of_a_record_are_those_of_a_hand_calculation(step):
     assert without_state == 0 and record.moments[0].by_cause["gradients"] == 0
     assert all(moment.by_cause["inputs"] == x.nbytes for moment in record.moments)
     at_loss = [moment for moment in record.moments if moment.phase == "forward"][-1]
-    # What each ReLU has made, and the loss itself.
+    # The outputs of the ReLUs, and the loss itself.
     output = 256 * 128 * 4
     assert at_loss.activations_by_module == {"1": output, "3": output, "": 512}
     assert [record.moments[-1].by_cause[c] for c in ("activations", "temporary")] == [512, 0]
     assert {moment.phase for moment in record.moments} == {"forward", "backward", "update"}
 
 
-def test_recomputed_activations_belong_to_the_checkpoint_s_modules(step):
+def test_recomputed_activations_belong_to_the_checkpoints_modules(step):
     _, model, x = step
     with memory.StepRecord(model, inputs=[x]) as record:
         loss = checkpoint(model, x, use_reentrant=False).sum()
-        loss = loss * 1  # an operation after which the output of the model is gone
+        loss = loss * 1  # an operation after which the model's output is gone
         record.phase("backward")
         loss.backward()
     forward = [moment for moment in record.moments if moment.phase == "forward"]
@@ -124,7 +124,7 @@ def test_a_record_leaves_no_hook_and_keeps_no_tensor_alive(gpus):
     assert torch.get_device_module(gpu).memory_allocated(gpu) == 0 and record.peak.total_bytes > 0
 
 
-def test_capacity_is_that_of_one_gpu_and_its_model_stays():
+def test_capacity_limits_one_gpu_and_does_not_change_its_model():
     with vgpu.enable(2, gpu="A100", link="PCIe 4"), pytest.raises(ZeroDivisionError):
         before = [torch.vgpu.mem_get_info(index) for index in range(2)]
         with memory.capacity(torch.device("vgpu:1"), 2**30):

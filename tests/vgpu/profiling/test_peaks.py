@@ -1,4 +1,4 @@
-"""The peak of a step by cause: its sum is the counter's, its parts are those of a hand calculation."""
+"""A step's peak by cause: the sum matches the counter, the parts match a calculation by hand."""
 
 import gc
 
@@ -20,7 +20,7 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def no_garbage():
-    gc.collect()  # of another test, on the same virtual GPU
+    gc.collect()  # from another test, on the same virtual GPU
 
 
 def mlp(width=512, layers=3):
@@ -35,7 +35,7 @@ def step_of(model, optimizer, x):
 
 
 def peak_of(model, step, optimizer=None):
-    """The peak by cause of a step, and what the counter says of it."""
+    """A step's peak by cause, and the counter's value."""
     torch.vgpu.reset_peak_memory_stats()
     with peaks.PeakByCause(model, optimizer) as peak:
         step()
@@ -57,13 +57,14 @@ def test_causes_are_those_of_a_hand_calculation(shapes, batch, in_update):
         weights, output = 3 * 512 * 512 * 4, batch * 512 * 4
         found = peak.by_cause
         assert found["parameters"] == weights
-        assert found["optimizer state"] - 2 * weights in (0, 3 * 512)  # and the steps' numbers
+        assert found["optimizer state"] - 2 * weights in (0, 3 * 512)  # and the step counts
         assert (found["gathered parameters"], found["other"]) == (0, x.nbytes)
         if in_update:
             assert found["gradients"] == weights
-            assert found["temporary"] == weights  # Adam's two, and one of the parameter before
+            assert found["temporary"] == weights  # Adam's two, and one from the previous parameter
         else:
-            # Backward of the last Linear: outputs of two ReLUs, and two gradients that flow.
+            # Backward of the last Linear: the outputs of two ReLUs, and two gradients of
+            # activations.
             assert found["gradients"] == weights // 3
             assert found["activations"] == 2 * output + 2 * 512  # and the loss, and its gradient
             assert found["temporary"] == 2 * output
@@ -84,7 +85,8 @@ def test_recomputed_tensors_count_as_activations():
             step()
         assert peak.total_bytes == counted == record.peak.total_bytes
         found, by_operation = peak.by_cause, record.peak.by_cause
-        # There the loss and its gradient are temporary, and so is a parameter's until it has it.
+        # There, the loss and its gradient are temporary, and so is a parameter's gradient until
+        # it's assigned.
         loss = 2 * 512
         assert found["activations"] == by_operation["activations"] + loss
         flowing = ("gradients", "temporary")
@@ -128,7 +130,7 @@ def test_a_rank_with_fsdp2_gathers_parameters_and_keeps_its_shards(reshard, mixe
     assert found["other"] == x.nbytes
 
 
-def test_buckets_of_ddp_are_no_activations_in_any_step():
+def test_ddps_buckets_never_count_as_activations():
     with vgpu.cluster(1, 4, memory_bytes=2**40), vgpu.shapes_only():
         model = DistributedDataParallel(mlp().to("vgpu"))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

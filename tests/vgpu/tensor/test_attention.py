@@ -47,14 +47,14 @@ def some_mask(dtype):
     ],
     ids=["plain", "causal", "scaled", "mask of bools", "mask of numbers", "grouped queries"],
 )
-def test_values_and_gradients_are_the_cpus_and_no_scores_are_kept(dtype, mask, options):
+def test_values_and_gradients_match_the_cpus_and_no_scores_are_kept(dtype, mask, options):
     if mask is torch.float32:
         mask = dtype
     made = None if mask is None else some_mask(mask).to(mask)
     expected, _ = attended("cpu", dtype, made, **options)
     found, kept = attended("vgpu:1", dtype, made, **options)
     for mine, other in zip(found, expected, strict=True):
-        if options.get("enable_gqa"):  # where several heads' gradients are added, orders differ
+        if options.get("enable_gqa"):  # if several heads' gradients are added, the order differs
             tolerance = 1e-5 if dtype is torch.float32 else 1e-2
             torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
         else:
@@ -91,7 +91,7 @@ EFFICIENT, CUDNN = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
         ("K80", torch.float32, False, {MATH}),
     ],
 )
-def test_attention_refuses_what_no_enabled_kernel_can_do(gpu, dtype, mask, able):
+def test_attention_refuses_inputs_that_no_enabled_kernel_supports(gpu, dtype, mask, able):
     with vgpu.enable(2, gpu=gpu):
         for backend in (MATH, FLASH, EFFICIENT, CUDNN):
             with sdpa_kernel(backend):
@@ -107,7 +107,7 @@ def test_attention_refuses_what_no_enabled_kernel_can_do(gpu, dtype, mask, able)
                         attended("vgpu:1", dtype, some_mask(dtype).to(dtype) if mask else None)
 
 
-def test_attention_tries_the_next_kernel_where_one_cannot():
+def test_attention_tries_the_next_kernel_if_one_is_unsupported():
     q, k = (torch.randn(1, 2, n, 16, device="vgpu:0").half() for n in (8, 6))
     thin = torch.randn(1, 2, 8, 5, device="vgpu:0")
     for call in (
@@ -121,7 +121,7 @@ def test_attention_tries_the_next_kernel_where_one_cannot():
         F.scaled_dot_product_attention(thin, thin, thin)
 
 
-def test_attention_keeps_the_order_of_kernels_that_is_asked_for():
+def test_attention_keeps_the_requested_order_of_kernels():
     with sdpa_kernel([MATH, EFFICIENT], set_priority=True):
         _, first = attended("vgpu:1", torch.float32)
     with sdpa_kernel([EFFICIENT, MATH], set_priority=True):
@@ -159,7 +159,7 @@ def test_operands_on_two_devices_are_refused():
 
 @pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
 def test_causal_biases_override_scaled_dot_product_attention(bias):
-    """With a mask's result, by whichever name the function was imported and when."""
+    """The result is that of a mask, however and whenever the function was imported."""
     vgpu.disable()
     imported_before = F.scaled_dot_product_attention
     torch.manual_seed(0)

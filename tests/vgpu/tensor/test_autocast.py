@@ -33,7 +33,7 @@ def listed_in_the_header(macro):
         ("PROMOTE", lists.PROMOTE),
     ],
 )
-def test_the_lists_are_those_of_the_torch_that_is_installed(macro, mine):
+def test_the_lists_are_those_of_the_installed_torch(macro, mine):
     assert len(mine) == len(set(mine))
     assert set(mine) == listed_in_the_header(macro)
 
@@ -92,7 +92,7 @@ def peak_and_kept(call):
 def test_reductions_read_half_precision_and_sum_in_float32(dtype, call, peak_mib, kept_mib):
     """make_reduction in ATen/native/ReduceOpsUtils.h casts half precision on the CPU only;
     impl_func_cum_ops in ReduceOps.cpp casts everywhere."""
-    # In no order: however many threads share a product, none has 0 and another one infinity.
+    # Shuffled, so that however many threads share a product, none has 0 and another one infinity.
     order = torch.randperm(2**20, generator=torch.Generator().manual_seed(0))
     x = torch.linspace(0.98, 1.02, 2**20)[order].view(1024, 1024).to("vgpu:0", dtype)
     x.requires_grad_()
@@ -108,7 +108,7 @@ def test_reductions_read_half_precision_and_sum_in_float32(dtype, call, peak_mib
     torch.testing.assert_close(x.grad, wide.grad.to(dtype))
 
 
-def test_a_type_that_is_asked_for_stays_and_so_does_float64():
+def test_a_requested_dtype_is_kept_and_so_is_float64():
     x = images()
     with torch.autocast("vgpu", torch.bfloat16):
         assert x.sum(dtype=torch.bfloat16).dtype is torch.bfloat16
@@ -193,7 +193,9 @@ class Casts(TorchDispatchMode):
 
 
 def casts_and_histories(device, make_weight, modes, **options):
-    """Of each use of one weight, each in a mode: how often it is cast, and has the result history."""
+    """For each use of one weight, in different modes: how often it's cast, and whether the result
+    has a history.
+    """
     weight = make_weight(torch.ones(4, 2, device=device))
     x = torch.ones(2, weight.shape[0], dtype=torch.bfloat16, device=device)
     found = []
@@ -220,6 +222,6 @@ GRAD, NO_GRAD, INFERENCE = torch.enable_grad, torch.no_grad, torch.inference_mod
     ],
     ids=lambda modes: " ".join(mode.__name__ for mode in modes),
 )
-def test_the_cache_is_used_as_torchs_own_on_the_cpu_is(modes):
+def test_the_cache_is_used_as_torchs_own_is_on_the_cpu(modes):
     expected = casts_and_histories("cpu", nn.Parameter, modes)
     assert casts_and_histories("vgpu", nn.Parameter, modes) == expected

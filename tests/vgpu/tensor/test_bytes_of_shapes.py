@@ -1,7 +1,7 @@
-"""A module's step counts the same bytes with values as in ``shapes_only()``: kept, and at its peak.
+"""A module's step counts the same bytes with values as in ``shapes_only()``, both kept and at the peak.
 
-The two come from different places: what torch's CPU kernels allocate, as handlers have put it right
-(tensor/cuda_kernels.py), and what torch's functions for meta tensors say.
+The two have different sources: what torch's CPU kernels allocate, as corrected by handlers
+(tensor/cuda_kernels.py), and what torch's meta kernels return.
 """
 
 import pytest
@@ -17,7 +17,7 @@ ROWS, CHANNELS, WORDS = (64, 128), (4, 32, 8, 8), (8, 32, 64)
 
 
 class Calls(nn.Module):
-    """A module or function, called on an input as often as asked; its first result counts."""
+    """A module or function, called on an input ``times`` times; its first result counts."""
 
     def __init__(self, called, times=1, **options):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tensors made of 0-dimensional virtual ones, which torch reads with Python dispatch off."""
+"""Tensors created from 0-dimensional virtual ones, which torch reads with Python dispatch disabled."""
 
 from contextlib import nullcontext
 
@@ -35,7 +35,7 @@ CONTEXTS = {
 
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("name", MAKERS)
-def test_values_come_out_as_on_the_cpu(name, context):
+def test_constructors_return_the_same_values_as_on_the_cpu(name, context):
     scalars = torch.tensor(1.5), torch.tensor(2)
     expected = MAKERS[name](*scalars)
     with CONTEXTS[context]():
@@ -84,7 +84,7 @@ def test_tensor_copies_a_tensor_of_another_gpu_to_the_device():
 
 
 @pytest.mark.parametrize("device", [None, 1, "vgpu:1", "cpu"])
-def test_asarray_shares_memory_on_the_same_device_only(device):
+def test_asarray_shares_memory_only_on_the_same_device(device):
     x = torch.zeros(2, device="vgpu:1")
     shared = device != "cpu"
     torch.asarray(x, device=device).add_(1)
@@ -97,7 +97,7 @@ def test_asarray_shares_memory_on_the_same_device_only(device):
 
 
 @pytest.mark.parametrize("function", [torch.abs, lambda x: x.sgn() * x])
-def test_zeros_that_autograd_makes_without_memory_can_be_read(function):
+def test_autograds_zeros_without_memory_can_be_read(function):
     found = []
     for device in ("cpu", "vgpu:1"):
         x = torch.tensor([-2.0, 0.0, 3.0], device=device, requires_grad=True)

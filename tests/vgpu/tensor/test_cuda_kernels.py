@@ -1,4 +1,4 @@
-"""Operators of half types that CUDA computes in float32, and what they keep."""
+"""Half-precision operators that CUDA computes in float32, and what they keep."""
 
 import contextlib
 
@@ -50,7 +50,7 @@ def test_values_and_gradients_are_those_in_float32_rounded_once(name, dtype):
         assert torch.equal(mine, exact.to(dtype))
 
 
-# Softmax of float16 in float32 by one kernel, and logsigmoid, which keeps nothing but its input
+# Softmax of float16 with a float32 result in one kernel, and logsigmoid, which keeps only its input
 
 MIB = 2**20
 
@@ -61,7 +61,7 @@ def in_float32(name, x):
 
 @contextlib.contextmanager
 def bytes_of():
-    """MiB allocated at most in the block, and in the end, beyond those at its start."""
+    """MiB allocated at the block's peak, and at its end, beyond those at its start."""
     torch.vgpu.reset_peak_memory_stats()
     before, found = torch.vgpu.memory_allocated(), []
     yield found

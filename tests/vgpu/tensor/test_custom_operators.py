@@ -1,4 +1,4 @@
-"""Operators of a program's own: their Python kernel runs on virtual tensors, as on a GPU."""
+"""A program's own operators: their Python kernels run on virtual tensors, as on a GPU."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def host_only(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-def test_a_body_for_all_devices_runs_on_the_gpu():
+def test_a_kernel_for_all_devices_runs_on_the_gpu():
     torch.manual_seed(0)
     noise = torch.rand(2, device=GPU)
     torch.manual_seed(0)
@@ -87,7 +87,7 @@ def test_custom_operators_keep_autograd_vmap_autocast_and_shapes():
         assert everywhere(torch.zeros(2, 2, device=GPU)).shape == (2, 2)
 
 
-def test_the_kernel_of_the_gpu_is_called():
+def test_the_kernel_for_the_gpu_is_called():
     library = torch.library.Library("customs_two", "DEF")
     library.define("f(Tensor x) -> Tensor")
     library.impl("f", lambda x: x + 1, "CPU")
@@ -98,7 +98,7 @@ def test_the_kernel_of_the_gpu_is_called():
     assert torch.ops.customs_two.f(torch.zeros(2)).tolist() == [1, 1]
 
 
-def test_an_operator_of_the_cpu_is_refused():
+def test_an_operator_with_only_a_cpu_kernel_is_refused():
     with pytest.raises(NotImplementedError, match=r"'customs::host_only'.*'VGPU' backend"):
         host_only(torch.zeros(2, device=GPU))
     assert host_only(torch.zeros(1)).item() == 1
@@ -114,7 +114,7 @@ def test_a_custom_operator_counts_its_changes_and_refuses_aliases(device):
         alias(torch.ones(2, 2, device=device))
 
 
-def test_an_operator_of_cpp_computes_as_before():
+def test_a_cpp_operator_computes_as_before():
     ops = pytest.importorskip("torchvision.ops")
     boxes = torch.tensor([[0.0, 0, 2, 2], [0, 0, 2, 2.1]], device=GPU)
     kept = ops.nms(boxes, torch.tensor([0.5, 0.9], device=GPU), 0.5)

@@ -1,4 +1,4 @@
-"""Inside torch.func's transforms a tensor says on which GPU it is, as outside."""
+"""Inside torch.func's transforms, a tensor reports its GPU, as it does outside."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ GPU = "vgpu:1"
 
 
 def in_grad(function):
-    """What ``function`` of a tensor on GPU 1 gives, called inside ``torch.func.grad``."""
+    """The result of ``function`` for a tensor on GPU 1, called inside ``torch.func.grad``."""
     found = []
     torch.func.grad(lambda x: (found.append(function(x)), x.sum())[1])(torch.ones(2, device=GPU))
     return found[0]
@@ -43,7 +43,7 @@ def test_a_virtual_device_shows_its_name(inside):
         lambda x: x + torch.tensor([1.0, 2.0]).to(x.device),
     ],
 )
-def test_new_tensors_go_to_its_device(add):
+def test_new_tensors_go_to_the_virtual_device(add):
     x = torch.ones(3, 2, device=GPU)
     found = torch.func.vmap(add)(x)
     assert found.device == torch.device(GPU) and torch.equal(
@@ -51,7 +51,7 @@ def test_new_tensors_go_to_its_device(add):
     )
 
 
-def test_autocast_takes_its_type():
+def test_autocast_accepts_the_virtual_device_type():
     def product(x):
         with torch.autocast(x.device.type, torch.bfloat16):
             return x @ torch.ones(2, 2, device=x.device)

@@ -1,4 +1,4 @@
-"""Where tensors are made and moved, and what they say of themselves."""
+"""Where tensors are created and moved, and what they report about themselves."""
 
 import copy
 import pickle
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.virtual_gpus(3)
     ],
 )
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_tensors_are_where_they_were_asked_for(make):
+def test_tensors_are_on_the_requested_device(make):
     tensor = make(torch.device("vgpu:1"))
     assert tensor.device == torch.device("vgpu:1")
     assert tensor.get_device() == 1
@@ -120,7 +120,7 @@ def test_a_device_without_an_index_is_the_current_one(name):
     assert str(make().device) == "vgpu:0"
 
 
-def test_gpus_that_are_enabled_anew_have_nothing_chosen():
+def test_reenabled_gpus_have_nothing_selected():
     vgpu.disable()
     with vgpu.enable(3):
         torch.vgpu.set_stream(torch.vgpu.Stream(1))
@@ -138,7 +138,7 @@ def test_gpus_that_are_enabled_anew_have_nothing_chosen():
 
 
 class Named(TorchDispatchMode):
-    """Notes the devices that operators are asked for."""
+    """Records the devices that operators are asked for."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ class Named(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_dispatch_modes_are_handed_the_names_that_the_user_gave():
+def test_dispatch_modes_get_the_device_names_that_the_user_passed():
     with vgpu.enable(3), Named() as mode:
         torch.vgpu.set_device(2)
         torch.ones(1, device="cpu").to("vgpu").to("vgpu:1").cpu()
@@ -162,7 +162,7 @@ def test_dispatch_modes_are_handed_the_names_that_the_user_gave():
         assert str(torch.ones(1).to("vgpu").device) == "vgpu:0"
 
 
-def test_as_tensor_heeds_the_default_device():
+def test_as_tensor_respects_the_default_device():
     torch.set_default_device("vgpu:1")
     try:
         assert str(torch.as_tensor([1.0]).device) == "vgpu:1"
@@ -263,7 +263,7 @@ def test_pinned_memory_says_that_it_is_pinned():
         x.to("vgpu:0").pin_memory()
 
 
-def test_kernels_that_conjugate_lazily_inside_are_right():
+def test_kernels_that_conjugate_lazily_inside_are_correct():
     z = torch.randn(4, 4, dtype=torch.complex128)
     for call in (torch.linalg.pinv, torch.pinverse, lambda x: torch.linalg.lstsq(x, x)[0]):
         torch.testing.assert_close(call(z.to("vgpu:1")).cpu(), call(z))
@@ -282,15 +282,15 @@ class OnTheCurrentDevice(torch.autograd.Function):
         return doubled
 
 
-def test_in_backward_the_current_device_is_the_nodes():
+def test_in_backward_the_nodes_device_is_current():
     x = torch.ones(2, device="vgpu:2", requires_grad=True)
     OnTheCurrentDevice.apply(x * 1).sum().backward()
     assert x.grad.tolist() == [2, 2]
     assert torch.vgpu.current_device() == 0
 
 
-def test_observers_by_channel_get_their_size():
-    """The operator resizes them, which its schema does not say."""
+def test_per_channel_observers_get_their_size():
+    """The operator resizes them, although its schema doesn't say so."""
 
     def observed(device):
         x = torch.arange(12.0, device="cpu").reshape(3, 4).to(device)

@@ -1,4 +1,4 @@
-"""The errors of a GPU, word for word but for the name; after each the device is usable."""
+"""A GPU's errors, word for word except for the name; the device stays usable after each."""
 
 import copy
 import re
@@ -87,7 +87,7 @@ def test_operators_refuse_tensors_on_different_devices(name):
     assert on(0, 3).sum().item() == 3
 
 
-def test_cpu_scalars_and_cpu_indices_may_mix():
+def test_cpu_scalars_and_cpu_indices_can_be_mixed_with_gpu_tensors():
     x = on(1, 3)
     assert (x + torch.tensor(2.0)).tolist() == [3, 3, 3]
     assert (torch.tensor(2.0) * x).device.index == 1
@@ -108,7 +108,7 @@ def test_numpy_needs_a_cpu_tensor(convert):
     assert on(1, 2).numpy(force=True).sum() == 2
 
 
-def test_a_result_is_not_copied_deeply_and_the_message_is_torchs():
+def test_deepcopy_of_a_result_raises_torchs_error():
     messages = set()
     for device in ("cpu", "vgpu:0"):
         with pytest.raises(RuntimeError, match="pull/103001") as found:
@@ -139,7 +139,7 @@ DEVICE = "vgpu:1"
 PARTS = [torch.ones(2), torch.ones(3)]
 QUANTIZED = "quantized tensors are not supported on virtual GPUs"
 NESTED = "nested tensors are not supported on virtual GPUs"
-STORAGE = "a storage alone cannot be made on or moved to a virtual GPU"
+STORAGE = "a storage alone cannot be created on or moved to a virtual GPU"
 REFUSED = {
     "storage": (lambda: torch.UntypedStorage(8, device=DEVICE), STORAGE),
     "typed storage": (lambda: torch.TypedStorage(8, dtype=torch.int8, device=DEVICE), STORAGE),
@@ -173,7 +173,7 @@ REFUSED = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
-def test_what_virtual_gpus_do_not_have_is_refused_clearly(name):
+def test_features_that_virtual_gpus_lack_are_refused_clearly(name):
     call, message = REFUSED[name]
     with pytest.raises(NotImplementedError, match=message):
         call()
@@ -186,7 +186,7 @@ class Subclass(torch.Tensor):
 
 
 def encoded():
-    """What nn.TransformerEncoder makes a nested tensor for: evaluation of padded sequences."""
+    """The case for which nn.TransformerEncoder creates a nested tensor: evaluation on padded sequences."""
     layer = nn.TransformerEncoderLayer(4, 2, 4, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 1).to(DEVICE).eval()
     with torch.no_grad():
@@ -232,14 +232,14 @@ def test_a_changed_tensor_is_named_by_its_type_as_on_cuda(sparse, name):
         lambda: on(1, 2).__dlpack__(),
     ],
 )
-def test_no_message_names_the_device_of_cpp(call):
+def test_no_message_names_the_cpp_device(call):
     with pytest.raises((TypeError, BufferError)) as caught:
         call()
     assert "vgpu" in str(caught.value)
     assert "lazy" not in str(caught.value)
 
 
-def test_a_tensor_larger_than_this_machine_is_out_of_memory():
+def test_a_tensor_larger_than_this_machine_raises_out_of_memory():
     with vgpu.enable(2, memory_bytes=2**60):
         x = on(1, 2**20)
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""Random numbers: the CPU's values on every device, and no device disturbs another."""
+"""Random numbers: the CPU's values on every device, independently of other devices."""
 
 import copy
 import pickle
@@ -26,7 +26,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_one_seed_gives_the_cpus_values_on_every_device(name):
+def test_one_seed_draws_the_cpus_values_on_every_device(name):
     draw = DRAWS[name]
     torch.manual_seed(7)
     expected = draw("cpu")
@@ -48,7 +48,7 @@ def test_a_device_draws_from_its_own_generator(name):
     assert torch.equal(DRAWS[name]("vgpu:1"), first)
 
 
-def test_a_device_has_generators_of_its_own():
+def test_a_device_has_its_own_generators():
     generator = torch.Generator(device="vgpu:1").manual_seed(3)
     assert generator.device == torch.device("vgpu:1")
     assert isinstance(generator, torch.Generator)
@@ -68,7 +68,7 @@ def test_the_state_of_all_generators_is_kept_and_seeded_at_random():
     torch.vgpu.seed()
 
 
-def test_a_state_lies_on_the_cpu_whatever_the_default_device_is():
+def test_a_state_is_on_the_cpu_whatever_the_default_device_is():
     with torch.device("vgpu:1"):
         state = torch.vgpu.get_rng_state(1)
         first = torch.rand(3)
@@ -87,7 +87,7 @@ def test_a_state_lies_on_the_cpu_whatever_the_default_device_is():
     ],
     ids=["deepcopy", "pickle", "clone_state"],
 )
-def test_a_copy_draws_what_the_generator_draws_and_by_itself(device, copied):
+def test_a_copied_generator_draws_the_same_numbers_independently(device, copied):
     generator = torch.Generator(device).manual_seed(3)
     torch.rand(5, generator=generator, device=device)
     copy = copied(generator)

@@ -1,4 +1,4 @@
-"""``torch.inference_mode()``, where autograd is not asked and operators arrive whole."""
+"""``torch.inference_mode()``, in which autograd is skipped and operators arrive as a whole."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_tensors_from_outside_and_inside_are_told_apart(name):
+def test_tensors_from_outside_and_inside_are_distinguished(name):
     for device in ("cpu", DEVICE):
         outside = torch.arange(6.0).reshape(2, 3).to(device)
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Norms as CUDA has them: statistics of half types in float32, RMSNorm in one kernel, SyncBatchNorm."""
+"""Norms as on CUDA: half-precision statistics in float32, RMSNorm in one kernel, SyncBatchNorm."""
 
 import copy
 from contextlib import nullcontext
@@ -33,7 +33,7 @@ def in_evaluation(x, weight, *running):
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
 @pytest.mark.parametrize("norm", [layer_norm, in_training, in_evaluation])
 def test_statistics_are_float32_and_the_output_has_the_inputs_type(norm, dtype, block):
-    """_refs.native_layer_norm and _decomp's native_batch_norm say so of all devices but the CPU."""
+    """_refs.native_layer_norm and _decomp's native_batch_norm do so for all devices but the CPU."""
     with block():
         x = torch.randn(4, 6, device="vgpu:0", dtype=dtype)
         weight, mean, var = (torch.ones(6, device="vgpu:0", dtype=dtype) for _ in range(3))
@@ -46,7 +46,7 @@ def test_statistics_are_float32_and_the_output_has_the_inputs_type(norm, dtype, 
 @pytest.mark.parametrize("block", [nullcontext, vgpu.shapes_only], ids=["values", "shapes"])
 @pytest.mark.parametrize("dtype", HALF)
 def test_batch_norm_of_mixed_types_fails_in_backward_as_on_cuda(dtype, block):
-    """``batch_norm_backward_cuda``: weights of the input's type, and statistics of another."""
+    """``batch_norm_backward_cuda``: weights of the input's dtype, and statistics of another."""
     with block():
         norm = nn.BatchNorm2d(6, device="vgpu:0")
         x = torch.randn(4, 6, 3, 3, device="vgpu:0", dtype=dtype, requires_grad=True)
@@ -62,7 +62,7 @@ def test_batch_norm_of_mixed_types_fails_in_backward_as_on_cuda(dtype, block):
 
 
 def test_group_norm_keeps_the_inputs_type():
-    """CUDA's, too: param_scalar_type in ATen/native/group_norm.cpp, the same code for both."""
+    """So does CUDA: param_scalar_type in ATen/native/group_norm.cpp is shared by both."""
     x = torch.randn(2, 6, 4, device="vgpu:0", dtype=torch.float16)
     _, mean, rstd = aten.native_group_norm(x, None, None, 2, 6, 4, 3, 1e-5)
     assert mean.dtype is rstd.dtype is torch.float16
@@ -155,7 +155,7 @@ def test_rms_norm_has_the_cpus_values_and_gradients(dtype, weighted, shape, norm
 
 
 def step(norm, rows):
-    """The names of the kernels of a step, and the bytes that forward keeps and backward needs."""
+    """The names of a step's kernels, and the bytes that forward keeps and backward needs."""
     x = torch.randn(rows, 1024, device="vgpu:1", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.ones_like(x)
     before = torch.vgpu.memory_allocated(1)
@@ -168,7 +168,7 @@ def step(norm, rows):
 
 
 @pytest.mark.parametrize("values", [nullcontext, vgpu.shapes_only])
-def test_one_kernel_each_way_keeps_the_output_and_a_number_a_row(values):
+def test_one_kernel_each_way_keeps_the_output_and_one_number_per_row(values):
     rows = 1024
     with values():
         norm = nn.RMSNorm(1024).to("vgpu:1", torch.bfloat16)
@@ -192,8 +192,8 @@ def test_without_autograd_it_is_one_kernel_too():
 
 def on_a_rank(rank, world_size, module, parts):
     torch.manual_seed(rank)
-    # Without virtual GPUs of its own the rank has a group of gloo alone, where torch gathers
-    # in another way.
+    # Without virtual GPUs, the rank only has a gloo group, with which torch gathers in a different
+    # way.
     with nullcontext() if vgpu.is_enabled() else vgpu.enable(world_size):
         gpu = torch.device("vgpu", rank)
         synced = nn.SyncBatchNorm.convert_sync_batchnorm(module).to(gpu)
@@ -207,7 +207,7 @@ def on_a_rank(rank, world_size, module, parts):
 @pytest.mark.parametrize("gpu", [None, "V100"])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("shape", [(8, 3), (8, 3, 5, 4)])
-def test_unequal_parts_give_what_the_whole_batch_gives(shape, affine, gpu):
+def test_unequal_parts_give_the_results_of_the_whole_batch(shape, affine, gpu):
     kind = nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d
     module = kind(3, affine=affine)
     if affine:
@@ -231,8 +231,8 @@ def test_unequal_parts_give_what_the_whole_batch_gives(shape, affine, gpu):
             torch.testing.assert_close(state[name], value)
 
 
-def test_the_cpu_has_them_only_while_there_are_virtual_gpus():
-    vgpu.disable()  # what a test before this one may have left enabled
+def test_the_cpu_has_these_kernels_only_while_virtual_gpus_are_enabled():
+    vgpu.disable()  # a previous test may have left them enabled
     x = torch.randn(4, 3)
     with vgpu.enable(1):
         torch.batch_norm_stats(x, 1e-5)

@@ -1,4 +1,4 @@
-"""Operators that are several on a GPU: their bytes, events, values and errors."""
+"""Operators that consist of several on a GPU: their bytes, events, values and errors."""
 
 import contextlib
 
@@ -49,7 +49,7 @@ def inputs(device="cpu"):
 
 
 def peak_and_kept_on_cpu(call):
-    """What the CPU's allocator is asked for during a call, at most and in the end."""
+    """The bytes requested from the CPU's allocator during a call: the peak, and the bytes at the end."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         result = call()
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -77,12 +77,12 @@ def test_bytes_are_what_pytorch_asks_an_allocator_for(name, mode):
     with mode():
         on_gpu = inputs("vgpu:0")
         found = peak_and_kept(lambda: call(*on_gpu))
-    # Blocks are rounded up to 512 bytes: those of a few numbers, and of rows.
+    # Blocks are rounded up to 512 bytes, which matters for a few numbers, and for rows.
     assert found == pytest.approx(expected, rel=0.02, abs=4096)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_values_and_gradients_are_the_cpus(name):
+def test_values_and_gradients_match_the_cpus(name):
     results = []
     for device in ("cpu", "vgpu:0"):
         x, t, m = inputs(device)
@@ -124,7 +124,7 @@ INDEXED = {
 
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize("name", INDEXED)
-def test_masks_pick_what_they_pick_on_the_cpu(name):
+def test_masks_select_what_they_select_on_the_cpu(name):
     x = torch.arange(6.0).reshape(2, 3)
     with vgpu.record():
         found = INDEXED[name](x.to("vgpu:0"), M.to("vgpu:0"))
@@ -145,7 +145,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_masks_get_the_cpus_words(name):
+def test_invalid_masks_raise_the_cpus_errors(name):
     x = torch.arange(6.0).reshape(2, 3)
     with pytest.raises((IndexError, RuntimeError)) as expected:
         WRONG[name](x, M)

@@ -1,4 +1,4 @@
-"""What may lie on another device than the rest: where CUDA does not compare, nor is it done here."""
+"""Operands that may be on another device than the rest: what CUDA doesn't compare isn't compared here."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_learning_rate_on_another_gpu_is_refused():
         torch.optim.SGD([weight], lr=on(1, 0.1)[0], fused=True).step()
 
 
-def test_foreach_goes_tensor_by_tensor_over_devices():
+def test_foreach_runs_tensor_by_tensor_across_devices():
     tensors = of_both()
     torch._foreach_mul_(tensors, 3.0)
     assert [t.tolist() for t in tensors] == [[3, 6], [9, 12]]
@@ -92,7 +92,7 @@ def test_foreach_takes_a_scalar_on_the_cpu_but_not_on_another_gpu():
     ids=["select", "slice", "diagonal", "as_strided", "fill_", "fill", "bernoulli_"],
 )
 @pytest.mark.parametrize("source", ["cpu", "vgpu:1"])
-def test_a_few_operators_copy_a_source_of_another_device(operation, source):
+def test_a_few_operators_copy_a_source_from_another_device(operation, source):
     x, y = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.ones(2, 2)
     result = operation(x.to("vgpu:0"), y.to(source))
     assert str(result.device) == "vgpu:0"
@@ -112,7 +112,7 @@ def test_a_few_operators_copy_a_source_of_another_device(operation, source):
         lambda x, s: torch.dist(x, s),
     ],
 )
-def test_elementwise_operators_without_the_tag_take_a_cpu_scalar(operation):
+def test_elementwise_operators_without_the_tag_accept_a_cpu_scalar(operation):
     x, scalar = torch.tensor([1.0, 2.0]), torch.tensor(2.0)
     assert operation(x.to("vgpu:0"), scalar).tolist() == operation(x, scalar).tolist()
     with pytest.raises(RuntimeError, match=TWO_DEVICES):

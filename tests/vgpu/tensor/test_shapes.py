@@ -1,4 +1,4 @@
-"""``shapes_only()``: the same sizes, bytes and times as with values, and no values."""
+"""``shapes_only()``: the same sizes, bytes and times as with values, but no values."""
 
 import copy
 
@@ -80,14 +80,14 @@ def test_a_shape_that_does_not_fit_is_refused():
         lambda x: torch.equal(x, x),
     ],
 )
-def test_a_shape_refuses_to_give_values_and_says_why(ask):
+def test_a_shape_refuses_to_return_values_and_says_why(ask):
     with vgpu.shapes_only():
         x = torch.ones(3, 2, device="vgpu:1")
         with pytest.raises(vgpu.NoValueError, match=r"only a shape.*shapes_only"):
             ask(x)
 
 
-def test_a_tensor_made_or_moved_in_the_block_is_a_shape():
+def test_a_tensor_created_or_moved_in_the_block_is_a_shape():
     outside = torch.ones(3)
     on_gpu = torch.ones(3, device="vgpu:0")
     with vgpu.shapes_only():
@@ -218,7 +218,7 @@ def test_fused_attention_of_shapes_keeps_no_scores_and_counts_its_flops(dtype):
         assert parts[0].grad.shape == parts[0].shape
     scores = batch * heads * length * length * output.element_size()
     assert kept < scores / 8
-    # Two products forward; backward five, the scores' being computed again.
+    # Two products forward; five backward, because the scores are recomputed.
     product = 2 * batch * heads * length * length * width
     forward, backward = (e.flop for e in timeline.events if e.flop)
     assert (forward, backward) == (2 * product, 5 * product)

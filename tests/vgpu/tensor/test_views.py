@@ -1,4 +1,4 @@
-"""Views, shapes changed in place and versions: what autograd makes of them is the CPU's."""
+"""Views, shapes changed in place, and versions: autograd handles them as on the CPU."""
 
 import pytest
 import torch
@@ -149,7 +149,7 @@ def test_a_view_of_a_leaf_is_not_changed_in_place():
             leaf[:1].squeeze_(0)
 
 
-def test_a_view_that_retains_its_gradient_is_named():
+def test_a_view_that_retains_its_gradient_is_named_in_the_error():
     base = torch.ones(2, 3, device="vgpu:1", requires_grad=True) * 1
     row = base[0]
     row.retain_grad()
@@ -191,14 +191,14 @@ def test_a_gradient_that_is_a_view_changes_its_shape(device):
     assert x.grad.tolist() == [[14, 14, 14]]
 
 
-def test_a_view_with_a_hook_is_named():
+def test_a_view_with_a_hook_is_named_in_the_error():
     row = (torch.ones(2, 2, device="vgpu:1", requires_grad=True) * 1)[:1]
     row.register_hook(lambda gradient: gradient * 3)
     with pytest.raises(RuntimeError, match=r"a view of size \(1, 2\) on vgpu:1 has a hook"):
         row.t_()
 
 
-def test_hooks_around_a_change_without_history_belong_to_the_graphs_that_the_cpu_says():
+def test_hooks_around_a_change_without_history_belong_to_the_same_graphs_as_on_the_cpu():
     found = []
     for device in ("cpu", "vgpu:1"):
         x = torch.ones(2, 1, device=device, requires_grad=True)
@@ -247,5 +247,5 @@ def test_foreach_counts_versions_so_that_backward_notices(name):
         assert [value._version for value in values] == [1, 1]
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-        # After an error autograd's queue keeps what it has not run until the next backward.
+        # After an error, autograd's queue keeps unfinished work until the next backward.
         torch.ones((), requires_grad=True).backward()

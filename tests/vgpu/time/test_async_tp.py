@@ -1,8 +1,8 @@
 """Asynchronous tensor parallelism: products and their collectives in pieces, by hand.
 
-The toy: a GPU reads and writes 1 kB in 1 µs, arithmetic and launches are free. Four ranks, each with
-1 kB of 4 kB that are gathered: (200, 5) by (5, 10), whose result takes 8 kB. A piece of the product
-reads 1 kB and the 200 bytes of the weight and writes 2 kB: 3.2 µs.
+In the toy, a GPU reads and writes 1 kB in 1 µs, and arithmetic and launches are free. There are
+four ranks, each with 1 kB of the 4 kB that are gathered: (200, 5) by (5, 10), whose result has 8
+kB. A piece of the product reads 1 kB and the weight's 200 bytes and writes 2 kB: 3.2 µs.
 """
 
 import pickle
@@ -38,7 +38,7 @@ def empty(*size):
 
 
 def recorded(program, link=FAST, hosts=1, **changes):
-    """The program as rank 0 of four, in pieces; changes: of EXACT."""
+    """The program as rank 0 of four, in pieces; changes: to EXACT."""
     with vgpu.cluster(hosts, 4 // hosts, gpu=SPEC, link=link), vgpu.shapes_only():
         shard, whole, weights = empty(50, 5), empty(200, 5), [empty(5, 10) for _ in range(3)]
         with vgpu.record(**(EXACT | {"async_tp": True} | changes)) as timeline:
@@ -72,10 +72,11 @@ def one_product(shard, whole, weight, *others):
     return gather(shard) @ weight
 
 
-# First its own piece is copied to where the others find it, 2 µs. On the fast link, pieces come while
-# others are multiplied. On the slow one, three come in 5 µs each, and the last is multiplied then.
+# First, its own piece is copied to where the others find it, 2 µs. On the fast link, pieces arrive
+# while others are multiplied. On the slow one, three arrive in 5 µs each, and then the last is
+# multiplied.
 @pytest.mark.parametrize(("link", "wanted"), [(FAST, 2 + 4 * PIECE), (SLOW, 2 + 3 * 5 + PIECE)])
-def test_a_gather_runs_beside_the_pieces_of_its_product(link, wanted):
+def test_a_gather_overlaps_with_the_pieces_of_its_product(link, wanted):
     timeline = recorded(one_product, link)
     assert timeline.makespan_s == timeline.host_s == near(wanted)
     assert sorted(launched(timeline)) == ["copy", *["mm"] * 4, *["permute"] * 3]
@@ -99,17 +100,17 @@ def test_products_share_the_pieces_of_their_gather():
     # The last kernel reads both results and writes one.
     assert timeline.makespan_s == near(2 + 8 * PIECE + 3 * 8)
     assert launched(timeline).count("permute") == 3
-    # 5 µs are less than two products of 3.2, so that the slow link is hidden as well.
+    # 5 µs is less than two products of 3.2, so the slow link is hidden as well.
     assert recorded(program, SLOW).makespan_s == timeline.makespan_s
 
 
 @pytest.mark.parametrize(("link", "wanted"), [(FAST, 4 * PIECE), (SLOW, PIECE + 3 * 10)])
-def test_a_reduce_scatter_runs_beside_the_pieces_of_its_product(link, wanted):
+def test_a_reduce_scatter_overlaps_with_the_pieces_of_its_product(link, wanted):
     def program(shard, whole, weight, *others):
         return scatter(whole @ weight)
 
     timeline = recorded(program, link)
-    # 2 kB a piece are sent. At the end four pieces are read, and their sum is written.
+    # 2 kB are sent per piece. At the end, four pieces are read, and their sum is written.
     assert timeline.makespan_s == near(wanted + 4 * 2 + 2)
     assert sorted(launched(timeline)) == [*["mm"] * 4, *["permute"] * 3, "sum"]
 
@@ -132,7 +133,7 @@ def test_pieces_of_another_dimension_need_no_copy():
         "reduce_scatter",
     ]
     assert launched(timeline).count("fused") == 1
-    # (200, 10) by (10, 5): a piece reads 2 kB and 200 bytes and writes 1 kB, as a piece before.
+    # (200, 10) by (10, 5): a piece reads 2 kB and 200 bytes and writes 1 kB, as much as before.
     assert timeline.makespan_s == near(2 + 4 * PIECE + 16 + 4 * PIECE + 4 + 1)
 
 
@@ -141,7 +142,8 @@ def test_other_readers_of_a_gather_start_after_its_products():
         gathered = gather(shard)
         return gathered @ weight, gathered.t() @ whole
 
-    # Its own piece is copied to where the gathered ones lie, 2 µs. (5, 200) by (200, 5) are 8.1 µs.
+    # Its own piece is copied to where the gathered ones are, 2 µs. (5, 200) by (200, 5) takes 8.1
+    # µs.
     assert recorded(program).makespan_s == near(2 + 4 * PIECE + 2 + 8.1)
 
 
@@ -151,12 +153,12 @@ def test_a_copy_that_outlives_the_recording_is_made(outlives):
         gathered = gather(shard.view(2, 25, 5), 1)
         return gathered @ weight, gathered if outlives else None
 
-    # As a forward pass whose backward pass is recorded on its own.
+    # Like a forward pass whose backward pass is recorded separately.
     wanted = 2 + 4 * PIECE + (2 + 8 if outlives else 0)
     assert recorded(program).makespan_s == near(wanted)
 
 
-# Operations that make no pair
+# Unpaired operations
 
 
 def both_factors(shard, whole, *weights):
@@ -195,7 +197,7 @@ STAY = {
 
 
 @pytest.mark.parametrize("name", STAY)
-def test_operations_that_make_no_pair_keep_their_times(name):
+def test_unpaired_operations_keep_their_times(name):
     timeline = recorded(STAY[name])
     assert {"all_gather", "reduce_scatter"} & set(launched(timeline))
     assert times(timeline) == times(recorded(STAY[name], async_tp=False))
@@ -215,7 +217,7 @@ def test_async_tp_needs_fusion():
         vgpu.replay(plain, async_tp=True)
 
 
-# Replays, and several ranks
+# Replays and several ranks
 
 
 def test_a_replay_can_switch_async_tp_on_and_off():

@@ -1,6 +1,6 @@
-"""Kernels beside collectives, by hand-computed microseconds.
+"""Kernels concurrent with collectives, by hand-computed microseconds.
 
-The toy: two ranks that send 1 GB/s each; a GPU of four multiprocessors that reads and writes 1 GB/s.
+In the toy, two ranks send 1 GB/s each, and a GPU with four multiprocessors reads and writes 1 GB/s.
 Launches and steps take no time.
 """
 
@@ -24,7 +24,7 @@ COSTS = vgpu.CostModel(
 
 @pytest.fixture
 def rank():
-    """One of two, whose tensors are shapes."""
+    """One of two ranks, whose tensors are shapes."""
     with vgpu.cluster(hosts=1, gpus_per_host=2, gpu=GPU, link=PLAIN), vgpu.shapes_only():
         yield
 
@@ -34,7 +34,7 @@ def kilobytes(count):
 
 
 def recorded(**options):
-    """An all-reduce of 40 µs, and three kernels beside and behind it of 20 µs each."""
+    """An all-reduce of 40 µs, and three kernels of 20 µs each, during and after it."""
     sent, read = kilobytes(40), kilobytes(10)
     with vgpu.record(COSTS, **options) as timeline:
         sending = dist.all_reduce(sent, async_op=True)
@@ -45,8 +45,8 @@ def recorded(**options):
     return timeline
 
 
-def test_kernels_lose_the_multiprocessors_that_a_collective_has(rank):
-    # At three quarters of their speed until 40: the second has done 10 of its 20 µs by then.
+def test_kernels_lose_the_multiprocessors_that_a_collective_occupies(rank):
+    # Three quarters of their speed until 40: the second has done 10 of its 20 µs by then.
     timeline = recorded(collective_processors=1)
     assert times_us(timeline, "kernel") == us((0, 80 / 3), (80 / 3, 50), (50, 70))
     assert vgpu.replay(timeline).events == timeline.events
@@ -55,15 +55,15 @@ def test_kernels_lose_the_multiprocessors_that_a_collective_has(rank):
 def test_collectives_take_no_multiprocessors_unless_a_replay_says_so(rank):
     plain = recorded()
     assert times_us(plain, "kernel") == us((0, 20), (20, 40), (40, 60))
-    # At half of their speed: the first alone lasts until 40.
+    # Half of their speed: the first alone lasts until 40.
     again = vgpu.replay(plain, collective_processors=2)
     assert times_us(again, "kernel") == us((0, 40), (40, 60), (60, 80))
 
 
-def test_a_collective_begun_earlier_occupies_links_and_multiprocessors(rank):
+def test_an_earlier_collective_occupies_links_and_multiprocessors(rank):
     timeline = recorded(collective_processors=1)
     (sending,) = (event for event in timeline.events if event.kind == "collective")
-    # The other one lasts until 10; that of a rank like this one, which has another GPU, counts too.
+    # The other one lasts until 10; that of an equivalent rank, on another GPU, counts, too.
     before = sending._replace(start_s=-30e-6, end_s=10e-6, device=torch.device("vgpu:1"))
     again = replay_beside(timeline, [before])
     assert times_us(again, "collective") == us((10, 50))
@@ -87,7 +87,7 @@ def test_a_kernel_with_priority_and_a_collective_both_delay_a_kernel():
     processors = Processors(lost=0.25)
     processors.note_collective(0.0, 40.0, between_hosts=False)
     assert processors.place_prior(10.0, 6.0) == 10.0
-    # 20 at three quarters of the speed are 26 2/3, and 6 more for the one that passes.
+    # 20 at three quarters of the speed is 26 2/3, plus 6 for the one that overtakes.
     assert processors.place(0.0, 20.0) == (0.0, pytest.approx(80 / 3 + 6))
 
 
@@ -104,12 +104,12 @@ def test_a_compiled_program_ends_before_a_wait_for_a_collective(rank):
         before = read.neg()
         sending.wait()
         after = before + sent[: read.numel()]
-    # Put off until behind the wait, both would be one kernel.
+    # If both were deferred until after the wait, they would be one kernel.
     assert times_us(timeline, "kernel") == us((0, 20), (40, 70))
     assert after.device == read.device
 
 
-def test_a_deferred_write_to_a_block_is_launched_before_a_collective_fills_a_part_of_it(rank):
+def test_a_deferred_write_is_launched_before_a_collective_writes_part_of_its_block(rank):
     part, read = kilobytes(5), kilobytes(20)
     with vgpu.record(dataclasses.replace(COSTS, fuses=True)) as timeline:
         whole = read.neg()
@@ -119,7 +119,7 @@ def test_a_deferred_write_to_a_block_is_launched_before_a_collective_fills_a_par
     assert begin == pytest.approx(40) and timeline.races == []
 
 
-def test_a_compiled_program_goes_on_across_wait_tensor(rank):
+def test_a_compiled_program_continues_across_wait_tensor(rank):
     sent, read = kilobytes(40), kilobytes(10)
     with vgpu.record(dataclasses.replace(COSTS, fuses=True)) as timeline:
         summed = functional.all_reduce(sent, "sum", dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""Seconds from datasheets: the roofline, links, collectives, and what is fitted."""
+"""Seconds from datasheets: the roofline, links, collectives, and fitting."""
 
 import dataclasses
 import math
@@ -42,7 +42,7 @@ def test_each_share_is_of_its_own_peak():
     assert times_s(link_share=0.5) == pytest.approx((1e-9, 1e-9, 2e-9))
 
 
-def test_a_product_in_place_costs_what_it_costs_out_of_place():
+def test_an_in_place_product_costs_the_same_as_an_out_of_place_one():
     a, b, c = (torch.empty(2, *size, device="meta") for size in ((3, 4), (4, 5), (3, 5)))
     for plain, in_place, args in (
         (ATEN.addmm, ATEN.addmm_, (c[0], a[0], b[0])),
@@ -53,7 +53,7 @@ def test_a_product_in_place_costs_what_it_costs_out_of_place():
         assert work_of(in_place.default, args, {}, args[0]) == expected
 
 
-def test_products_last_as_long_as_on_the_slowest_gpu_and_memory_does_not_wait():
+def test_products_take_as_long_as_on_the_slowest_gpu_but_memory_does_not():
     alike = vgpu.CostModel(vgpu.PRESETS["K80"], kernel_s=0.0)
     product, read = Workload(10**12, 0), Workload(0, 10**9)
 
@@ -61,7 +61,7 @@ def test_products_last_as_long_as_on_the_slowest_gpu_and_memory_does_not_wait():
         costs = dataclasses.replace(alike, speed_spread=spread, slowest_of=count)
         return [costs.kernel_time_s(w) / alike.kernel_time_s(w) for w in (product, read)]
 
-    # The larger of two normal numbers lies 1 / sqrt(pi) standard deviations above the mean, and the
+    # The larger of two normal numbers is 1 / sqrt(pi) standard deviations above the mean, and the
     # largest of three 1.5 times as far.
     assert times(1) == [pytest.approx(1), 1]
     assert times(2) == [pytest.approx(1 + 0.1 / math.sqrt(math.pi), abs=1e-4), 1]
@@ -69,7 +69,7 @@ def test_products_last_as_long_as_on_the_slowest_gpu_and_memory_does_not_wait():
     assert times(1000, spread=0) == [1, 1]
 
 
-def test_the_slowest_of_many_is_as_slow_as_the_slowest_that_are_drawn():
+def test_the_expected_slowest_matches_random_draws():
     torch.manual_seed(0)
     for count in (8, 128, 3072):
         drawn = torch.randn(4000, count).amax(1).mean().item()
@@ -87,7 +87,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "value", "wanted"), REFUSED)
-def test_a_cost_model_refuses_what_makes_no_sense(name, value, wanted):
+def test_a_cost_model_refuses_nonsensical_values(name, value, wanted):
     with pytest.raises(ValueError, match=re.escape(f"{name} must be {wanted}") + f".* {value!r}"):
         vgpu.CostModel(vgpu.PRESETS["K80"], **{name: value})
 
@@ -112,7 +112,7 @@ def test_half_precision_uses_tensor_cores():
 
 
 @pytest.mark.parametrize(("gpu", "tflops"), [("V100", 15.7), ("A100", 312), ("H100", 989)])
-def test_bfloat16_uses_tensor_cores_from_the_a100_on(gpu, tflops):
+def test_bfloat16_uses_tensor_cores_since_the_a100(gpu, tflops):
     a = torch.ones(8, 8, dtype=torch.bfloat16)
     assert work_of(ATEN.mm.default, (a, a), {}, a).arithmetic == "bfloat16"
     costs = vgpu.CostModel(vgpu.PRESETS[gpu], arithmetic_share=1.0, kernel_s=0.0)
@@ -120,7 +120,7 @@ def test_bfloat16_uses_tensor_cores_from_the_a100_on(gpu, tflops):
 
 
 def scaled_mm(a, b, scale):
-    """The public name, which is another operator."""
+    """The public name, which is a different operator."""
     recipe = functional.ScalingType.TensorWise
     return functional.scaled_mm(a, b, scale, recipe, scale, recipe, output_dtype=torch.bfloat16)
 
@@ -143,13 +143,13 @@ def test_float8_products_use_the_float8_peak(multiply):
 
 @pytest.mark.parametrize("gpu", ["V100", "A100"])
 def test_a_gpu_without_float8_refuses_its_products(gpu):
-    with pytest.raises(ValueError, match="cannot multiply float8 tensors"):
+    with pytest.raises(ValueError, match="can't multiply float8 tensors"):
         vgpu.CostModel(vgpu.PRESETS[gpu]).kernel_time_s(Workload(10**12, 0, "float8"))
 
 
 @pytest.fixture
 def settings():
-    """torch's settings of TF32, put back after the test."""
+    """torch's TF32 settings, restored after the test."""
     products = torch.backends.cuda.matmul
     before = products.allow_tf32, torch._C._get_cudnn_allow_tf32()
     yield products
@@ -158,17 +158,17 @@ def settings():
 
 
 def _allow_in_convolutions(allowed):
-    """What torch.backends.cudnn.allow_tf32 sets; torch's test suites lock that name."""
+    """The setting behind torch.backends.cudnn.allow_tf32; torch's test suites lock that name."""
     torch._C._set_cudnn_allow_tf32(allowed)
 
 
 def a_product_and_a_convolution_s():
-    """Seconds on an A100, in float32, of 1 TFLOP each, as torch's settings stand."""
+    """Seconds for 1 TFLOP each in float32 on an A100, with torch's current settings."""
     costs = vgpu.CostModel(vgpu.PRESETS["A100"], arithmetic_share=1.0, kernel_s=0.0)
     return [costs.kernel_time_s(Workload(10**12, 0, kind)) for kind in ("product", "convolution")]
 
 
-def test_tf32_computes_what_torch_s_settings_allow(settings):
+def test_tf32_is_used_where_torchs_settings_allow_it(settings):
     plain, tf32 = 1 / 19.5, 1 / 156  # TFLOP/s of the A100's datasheet
     assert a_product_and_a_convolution_s() == pytest.approx([plain, tf32])  # torch's defaults
     _allow_in_convolutions(False)
@@ -200,7 +200,7 @@ def test_operations_say_whether_they_multiply_or_convolve():
     }
 
 
-def test_a_setting_that_changes_in_a_recording_counts_from_then_on(settings):
+def test_a_setting_changed_in_a_recording_applies_from_then_on(settings):
     with vgpu.enable(1, gpu="A100"), vgpu.shapes_only():
         rows, columns = 9 * 256, 12 * 128  # a tile for each of 108 multiprocessors
         a = torch.empty(rows, 4096, device="vgpu:0")
@@ -219,13 +219,13 @@ def test_a_setting_that_changes_in_a_recording_counts_from_then_on(settings):
 @pytest.mark.parametrize(
     ("link", "count", "gigabytes_per_s"),
     [
-        ("NVLink 2", 2, 50),  # two of a V100's six links lead to one neighbour
+        ("NVLink 2", 2, 50),  # two of a V100's six links lead to the same neighbor
         ("NVLink 2", 3, 100),
         ("NVLink 2", 4, 150),
         ("NVLink 2", 8, 150),
         ("NVLink 1", 2, 20),
         ("NVLink 1", 8, 80),
-        ("NVLink 3", 2, 300),  # NVSwitch: a pair has all
+        ("NVLink 3", 2, 300),  # NVSwitch: a pair has all links
         ("NVLink 4", 8, 450),
     ],
 )
@@ -233,25 +233,25 @@ def test_two_gpus_use_only_some_of_the_links_of_each(link, count, gigabytes_per_
     assert vgpu.LINKS[link].among_bytes_per_s(count) == gigabytes_per_s * 1e9
 
 
-# A GPU that sends 1 GB/s and needs 1 µs for each message; 4 MB among 4 GPUs.
+# A GPU sends 1 GB/s and needs 1 µs per message; 4 MB among 4 GPUs.
 MILLISECONDS = {
     "all_reduce": 2 * 3 * (0.001 + 1),  # 2 (n - 1) steps, a quarter of the bytes in each
     "reduce_scatter": 3 * (0.001 + 1),
     "all_gather": 3 * (0.001 + 1),
-    "broadcast": 3 * 0.001 + 4,  # all bytes pass each GPU, three hops behind each other
+    "broadcast": 3 * 0.001 + 4,  # all bytes pass through each GPU, with three consecutive hops
     "reduce": 3 * 0.001 + 4,
-    "all_to_all": 0.001 + 3,  # a quarter to each of three others
+    "all_to_all": 0.001 + 3,  # a quarter to each of the three others
     "gather": 0.001 + 3,
     "scatter": 0.001 + 3,
     "send": 0.001 + 4,
     "recv": 0.001 + 4,
     "permute": 0.001 + 4,
-    "barrier": 2 * 3 * (0.001 + 1),  # as an all-reduce
+    "barrier": 2 * 3 * (0.001 + 1),  # like an all-reduce
 }
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives_take_the_times_worked_out_by_hand(name):
+def test_collectives_take_the_times_computed_by_hand(name):
     link = vgpu.Link("test", 1e9, 1e-6, "made for this test")
     costs = vgpu.CostModel(vgpu.PRESETS["V100"], link=link, link_share=1.0)
     found_s = costs.collective_time_s(name, 4 * 10**6, 4)
@@ -263,22 +263,22 @@ def test_collectives_take_the_times_worked_out_by_hand(name):
 @pytest.mark.parametrize(
     ("name", "megabytes", "here", "there", "milliseconds"),
     [
-        # All but a fifth goes into and out of the lone GPU, at 0.5 GB/s.
+        # All but a fifth goes to and from the lone GPU, at 0.5 GB/s.
         ("all_gather", 4, 4, 1, 3 * 0.001 + 0.010 + 6.4),
         ("reduce_scatter", 4, 4, 1, 3 * 0.001 + 0.010 + 6.4),
         ("all_reduce", 4, 4, 1, 2 * (3 * 0.001 + 0.010 + 6.4)),
         ("broadcast", 4, 4, 1, 3 * 0.001 + 0.010 + 8),
         ("all_to_all", 4, 4, 1, 0.010 + 6.4),
-        # Two have two adapters for a ring, and each sends two thirds to the other host.
+        # Two GPUs have two adapters for a ring, and each sends two thirds to the other host.
         ("all_gather", 4, 4, 2, 4 * 0.001 + 0.010 + 10 / 3),
         ("all_to_all", 4, 4, 2, 0.010 + 16 / 3),
-        # A tree, by the chain of the host with four.
+        # A tree, limited by the chain in the host with four.
         ("barrier", 2e-6, 4, 2, 2 * (3 * 0.001 + 0.010) + 4e-6 / 0.92),
         ("all_gather", 4, 1, 1, 0.010 + 4),
         ("all_to_all", 4, 1, 1, 0.010 + 4),
     ],
 )
-def test_the_host_with_the_fewest_gpus_slows_a_group_down(
+def test_the_host_with_the_fewest_gpus_slows_down_its_group(
     name, megabytes, here, there, milliseconds
 ):
     link = vgpu.Link("test", 1e9, 1e-6, "made for this test", pair_bytes_per_s=1e9)
@@ -303,12 +303,13 @@ def test_presets_have_a_link_and_a_source(name):
     spec = vgpu.PRESETS[name]
     assert spec.link in vgpu.LINKS.values() and spec.host_link in vgpu.LINKS.values()
     assert spec.source and spec.link.source
-    # A byte from memory is nearer than one from another GPU, that one nearer than the host's.
+    # A byte from memory is closer than one from another GPU, which is closer than one from the
+    # host.
     assert spec.memory_bandwidth_bytes_per_s > spec.link.bandwidth_bytes_per_s
     assert spec.link.bandwidth_bytes_per_s >= spec.host_link.bandwidth_bytes_per_s
 
 
-def test_links_have_the_bandwidths_that_their_standards_print():
+def test_links_have_the_bandwidths_of_their_standards():
     found = {name: round(link.bandwidth_bytes_per_s / 1e9, 1) for name, link in vgpu.LINKS.items()}
     assert [found[f"PCIe {n}"] for n in (2, 3, 4, 5)] == [8.0, 15.8, 31.5, 63.0]
     assert [2 * found[f"NVLink {n}"] for n in (1, 2, 3, 4)] == [160, 300, 600, 900]
@@ -320,7 +321,7 @@ def test_fitting_finds_the_share_and_refuses_the_impossible():
         vgpu.fit_share(lambda share: 1.5 / share, 1.0)
 
 
-def test_fitting_warns_where_the_time_jumps_over_what_was_measured():
+def test_fitting_warns_if_the_time_jumps_past_the_measurement():
     with pytest.warns(RuntimeWarning, match=r"at 0\.5000 the time jumps from 3 to 2 s"):
         share = vgpu.fit_share(lambda share: 1.5 / share if share < 0.5 else 1 / share, 2.5)
     assert share == pytest.approx(0.5, rel=1e-3)

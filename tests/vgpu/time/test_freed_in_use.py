@@ -1,4 +1,4 @@
-"""Memory freed while a stream may still use it, which an allocator would hand out again."""
+"""Memory freed while a stream may still use it, which an allocator might reuse."""
 
 import functools
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ def recorded_below_dispatch(tensor, stream):
 
 
 def fetched_ahead(batches, weight, records):
-    """Batches come on a stream of their own, each while the one before is multiplied."""
+    """Batches are copied on a separate stream, each while the previous one is multiplied."""
     gpu = weight.device
     side = torch.Stream(gpu)
     with side:
@@ -61,7 +61,7 @@ def test_a_batch_that_is_freed_while_it_is_multiplied_is_reported(shapes):
 
 
 def made_here_used_there(synchronize):
-    """A sum on the default stream of what another made, which then goes."""
+    """The default stream sums what another stream created, which is then freed."""
     side = torch.vgpu.Stream("vgpu:0")
     with vgpu.record() as timeline:
         with side:
@@ -96,7 +96,7 @@ def test_record_stream_or_a_wait_keeps_memory_from_reuse(synchronize):
     assert made_here_used_there(synchronize) == []
 
 
-def test_another_stream_than_the_one_that_was_recorded_is_reported():
+def test_a_stream_other_than_the_recorded_one_is_reported():
     third = torch.vgpu.Stream("vgpu:0")
     assert len(made_here_used_there(lambda made, side: made.record_stream(third))) == 1
 
@@ -144,7 +144,7 @@ def keep_it_or_have_it_from_before(main, side, before):
 
 
 def use_new_memory_elsewhere(main, side, before, waits=False):
-    eight().neg()  # its memory is what `room` may be given, and may still be written
+    eight().neg()  # `room` may be given its memory, which may still be written
     room = torch.empty_like(before[0])
     if waits:
         side.wait_stream(main)
@@ -164,7 +164,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("program", "wanted"), CASES)
-def test_memory_in_use_is_told_from_memory_that_may_be_handed_out(program, wanted):
+def test_memory_in_use_is_distinguished_from_reusable_memory(program, wanted):
     side, before = torch.vgpu.Stream("vgpu:0"), [eight()]
     with vgpu.record() as timeline:
         kept = program(current("vgpu:0"), side, before)
@@ -172,8 +172,8 @@ def test_memory_in_use_is_told_from_memory_that_may_be_handed_out(program, wante
     assert [(race.operation, race.other_operation) for race in timeline.races] == wanted
 
 
-def test_a_side_stream_with_its_own_waits_needs_no_more_in_training():
-    # What a graph keeps goes during backward, whose streams have waited when it is over.
+def test_a_side_stream_with_its_own_waits_is_enough_in_training():
+    # What a graph keeps is freed during backward, whose streams have waited by its end.
     side = torch.vgpu.Stream("vgpu:0")
     layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)).to("vgpu:0")
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
@@ -191,7 +191,7 @@ def test_a_side_stream_with_its_own_waits_needs_no_more_in_training():
     assert timeline.races == []
 
 
-def test_data_parallel_copies_a_batch_beside_and_records_its_streams():
+def test_data_parallel_copies_a_batch_on_side_streams_and_records_them():
     model = nn.DataParallel(nn.Linear(8, 8).to("vgpu:0"), [0, 1])
     batch = torch.randn(4, 8).pin_memory()
     with vgpu.record() as timeline:
@@ -201,5 +201,5 @@ def test_data_parallel_copies_a_batch_beside_and_records_its_streams():
     copies = [e for e in timeline.events if e.kind == "copy" and e.source.type == "cpu"]
     assert len(copies) == 4 and all(copy.stream != 0 for copy in copies)
     assert len({(copy.device, copy.stream) for copy in copies}) == 2  # one stream for each GPU
-    assert [e for e in timeline.events if e.kind == "wait"] == []  # the host went on
+    assert [e for e in timeline.events if e.kind == "wait"] == []  # the host continued
     torch.testing.assert_close(model(batch).cpu(), model.module.cpu()(batch))

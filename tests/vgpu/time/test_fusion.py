@@ -1,4 +1,4 @@
-"""Elementwise chains that go once through memory: what is launched, and how many bytes it moves."""
+"""Elementwise chains in one pass over memory: what's launched, and how many bytes it moves."""
 
 import dataclasses
 import gc
@@ -27,7 +27,7 @@ def launched(timeline):
     return [(event.name, event.size_bytes) for event in timeline.events]
 
 
-def test_a_chain_reads_its_beginning_and_writes_its_end():
+def test_a_chain_reads_its_inputs_and_writes_its_result():
     x, w = matrix(), matrix()
     with vgpu.record(FUSED) as timeline:
         y = (x * 2 + 1).relu() @ w
@@ -67,7 +67,7 @@ def need_an_intermediate_result(x, y, w):
     z @ w  # computed again from x
 
 
-# By what happens: the matrices that each fused kernel reads and writes.
+# For each case: the matrices that each fused kernel reads and writes.
 CHAINS = {
     "a reduction is part of a chain": (lambda x, y, w: (x / x.sum(-1, keepdim=True)) @ w, [2]),
     "both beginnings are read": (lambda x, y, w: (x * 2 + y * 3) @ w, [3]),
@@ -91,7 +91,16 @@ def test_a_chain_is_launched_when_its_result_is_needed(name):
     del kept
 
 
-def test_a_result_that_nobody_needs_is_never_launched():
+def test_complex_numbers_are_left_out_of_chains_as_torch_compile_has_no_code_for_them():
+    x, turn = torch.rand(SIDE, 2, device="vgpu"), torch.ones(SIDE, device="vgpu") * 1j
+    with vgpu.record(FUSED) as timeline:
+        turned = torch.view_as_real(torch.view_as_complex(x * 2) * turn) + 1
+    vector = 4 * 2 * SIDE
+    assert launched(timeline) == [("fused", 2 * vector), ("mul", 3 * vector), ("fused", 2 * vector)]
+    del turned
+
+
+def test_an_unneeded_result_is_never_launched():
     x = matrix()
     with vgpu.record(FUSED) as timeline:
         x.neg().abs()
@@ -108,7 +117,7 @@ def test_recordings_have_products_with_out_and_with_sparse_operands():
     torch.testing.assert_close(y, x @ w)
 
 
-def test_halves_of_one_tensor_are_one_reading():
+def test_halves_of_one_tensor_are_read_once():
     x, w = matrix(), torch.rand(10, 5, device="vgpu")
     left, right = x[:, :10], x[:, 10:20]
     with vgpu.record(FUSED) as timeline:
@@ -136,14 +145,14 @@ def test_a_read_does_not_keep_an_earlier_result_alive():
     with vgpu.record(FUSED) as timeline:
         with other:
             z = y * 2
-        x.neg()  # the last that reads x, which lives on
+        x.neg()  # the last one that reads x, which outlives it
     assert launched(timeline) == [("fused", 2 * KILO)]
     assert timeline.events[0].stream == other.stream_id
     assert z.device == x.device
 
 
 @pytest.mark.parametrize("costs", [COSTS, FUSED], ids=["plain", "fused"])
-def test_tensors_that_live_on_keep_no_recording_alive(costs):
+def test_tensors_that_outlive_a_recording_do_not_keep_it_alive(costs):
     read, changed = matrix(), matrix()
     with vgpu.record(costs):
         program = weakref.ref(recording.under_way.program)
@@ -220,7 +229,7 @@ def test_a_query_launches_deferred_operations():
     assert y.device == x.device
 
 
-def test_long_chains_are_cut():
+def test_long_chains_are_split():
     parts, w = [matrix() for _ in range(20)], matrix()
     with vgpu.record(FUSED) as timeline:
         total = parts[0]
@@ -228,7 +237,7 @@ def test_long_chains_are_cut():
             total = total + part
         total @ w
     fused = [size for name, size in launched(timeline) if name == "fused"]
-    # The first nine at once; then the sum so far and seven more, or what is left.
+    # First nine at once; then the sum so far and seven more, or what's left.
     assert fused == [9 * KILO, 9 * KILO, 7 * KILO]
 
 

@@ -57,13 +57,13 @@ def test_each_kernel_has_the_launch_of_its_correlation_and_an_arrow(tmp_path):
     assert {row["name"] for row in spans(rows, "gpu_memcpy")} == {"Memcpy PtoP (Device -> Device)"}
 
 
-def test_every_row_stands_in_a_thread_that_has_a_name(joined, tmp_path):
+def test_every_row_is_in_a_named_thread(joined, tmp_path):
     rows = rows_of(joined, tmp_path / "trace.json")
     named = {(row["pid"], row["tid"]) for row in rows if row["name"] == "thread_name"}
     assert {(row["pid"], row["tid"]) for row in rows if row["ph"] == "X"} == named
 
 
-def test_a_collective_says_its_elements_type_and_group(joined, tmp_path):
+def test_a_collective_has_its_element_type_and_group(joined, tmp_path):
     rows = rows_of(joined, tmp_path / "trace.json")
     first, second = (row for row in rows if row["name"] == "ncclDevKernel_AllReduce")
     for row in (first, second):
@@ -75,14 +75,14 @@ def test_a_collective_says_its_elements_type_and_group(joined, tmp_path):
     assert first["pid"] != second["pid"]
 
 
-def test_a_collective_lasts_from_its_own_rank_s_arrival_to_the_common_end(joined, tmp_path):
+def test_a_collective_lasts_from_its_own_ranks_arrival_to_the_common_end(joined, tmp_path):
     rows = rows_of(joined, tmp_path / "trace.json")
     early, late = (row for row in rows if row["name"] == "ncclDevKernel_AllReduce")
     assert early["ts"] + early["dur"] == pytest.approx(late["ts"] + late["dur"])
     assert early["dur"] - late["dur"] == pytest.approx(2000)
 
 
-def test_one_rank_of_a_joined_timeline_has_a_file_of_its_own(joined, tmp_path):
+def test_one_rank_of_a_joined_timeline_has_its_own_file(joined, tmp_path):
     path = tmp_path / "rank1.json"
     rows = rows_of(joined, path, rank=1)
     info = json.loads(path.read_text(encoding="utf-8"))["distributedInfo"]
@@ -98,7 +98,7 @@ def test_a_rank_that_is_not_in_the_timeline_is_refused(joined, tmp_path):
         joined.to_chrome_trace(tmp_path / "trace.json", rank=2)
 
 
-def test_a_block_of_record_function_is_a_range_of_the_host(tmp_path):
+def test_a_record_function_block_is_a_range_of_the_host(tmp_path):
     x = torch.ones(8, device="vgpu:0")
     with record_function("before"), vgpu.record() as timeline:
         with record_function("outer"), record_function("inner"):
@@ -116,14 +116,14 @@ def test_a_block_of_record_function_is_a_range_of_the_host(tmp_path):
     assert vgpu.replay(timeline).host_ranges == timeline.host_ranges
 
 
-def test_record_function_is_torchs_own_after_a_recording():
+def test_record_function_is_restored_after_a_recording():
     before = record_function.__enter__, record_function.__exit__
     with vgpu.record():
         assert record_function.__enter__ is not before[0]
     assert (record_function.__enter__, record_function.__exit__) == before
 
 
-def test_backward_is_launched_by_a_thread_of_autograd(tmp_path):
+def test_backward_is_launched_by_an_autograd_thread(tmp_path):
     x = torch.ones(8, device="vgpu:1", requires_grad=True)
     with vgpu.record() as timeline:
         x.exp().sum().backward()
@@ -134,7 +134,7 @@ def test_backward_is_launched_by_a_thread_of_autograd(tmp_path):
 
 
 def test_kernels_of_a_stream_do_not_overlap_in_whole_nanoseconds(tmp_path):
-    # Perfetto drops a span that begins within another of its track and ends after it.
+    # Perfetto drops a span that starts within another one on its track and ends after it.
     x = torch.ones(1000, 1000, device="vgpu:0")
     with vgpu.record() as timeline:
         for _ in range(30):

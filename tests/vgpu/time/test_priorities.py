@@ -1,6 +1,6 @@
 """Streams with priority: their kernels overtake those of others, by hand-computed microseconds.
 
-The toy: a launch takes 1 µs, a GPU reads and writes 1 GB/s, and nothing else costs.
+In the toy, a launch takes 1 µs, a GPU reads and writes 1 GB/s, and everything else is free.
 """
 
 import pytest
@@ -13,17 +13,19 @@ pytestmark = pytest.mark.virtual_gpus(2, gpu=SPEC)
 
 
 def neg(kilobytes):
-    """A kernel that takes twice as many microseconds: it reads them, and writes as many."""
+    """A kernel that takes twice that many microseconds: it reads for half of them, and writes for
+    the rest.
+    """
     return torch.ones(kilobytes * KB, device="vgpu:0").neg
 
 
 def replayed(timeline):
-    """The same, having seen that a replay is equal to the last bit."""
+    """The same, after checking that a replay is equal bit for bit."""
     assert vgpu.replay(timeline).events == timeline.events
     return times_us(timeline)
 
 
-def test_a_stream_has_the_priority_that_it_was_made_with():
+def test_a_stream_has_the_priority_that_it_was_created_with():
     made = [torch.vgpu.Stream("vgpu:0", priority=p) for p in (2, 0, -1, -3, -9)]
     assert [stream.priority for stream in made] == [0, 0, -1, -3, -3]
     assert torch.Stream("vgpu:1", priority=-1).priority == -1
@@ -54,7 +56,7 @@ def test_a_kernel_is_delayed_by_one_with_priority_that_starts_later():
         side.wait_stream(copies)
         with torch.vgpu.stream(side):
             short()
-        long()  # 3 µs before it is passed, 17 µs after
+        long()  # 3 µs before it's overtaken, 17 µs after
         after()
     assert replayed(timeline) == us((6, 10), (3, 27), (27, 29))
 

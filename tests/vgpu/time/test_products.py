@@ -1,4 +1,4 @@
-"""Matrix products that fill a GPU or do not: tiles, waves, split sums, by hand."""
+"""Matrix products that fill a GPU or don't: tiles, waves, split sums, computed by hand."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ TENSOR_CORES, FLOAT32_UNITS, MEMORY = 125e12, 15.7e12, 900e9  # its datasheet
 
 
 def seconds(rows, inner, columns, dtype=torch.float16, batch=1):
-    """Of one product on a V100 that reaches all of its peaks."""
+    """Seconds for one product on a V100 that reaches all its peaks."""
     costs = vgpu.CostModel(V100, arithmetic_share=1.0, memory_share=1.0, kernel_s=0.0)
     given = torch.empty(batch, rows, inner, dtype=dtype, device="meta")
     other = torch.empty(batch, inner, columns, dtype=dtype, device="meta")
@@ -27,7 +27,7 @@ def written_s(rows, columns, element_bytes=2):
     return element_bytes * rows * columns / MEMORY
 
 
-def test_a_full_wave_computes_at_the_peak_and_is_written_then():
+def test_a_full_wave_computes_at_the_peak_and_is_then_written():
     # 10 x 8 tiles of 256 x 128, on 80 multiprocessors.
     rows, inner, columns = 2560, 4096, 1024
     whole_s = flop(rows, inner, columns) / TENSOR_CORES
@@ -35,15 +35,15 @@ def test_a_full_wave_computes_at_the_peak_and_is_written_then():
 
 
 def test_one_row_more_needs_another_wave_of_smaller_tiles():
-    # 21 x 16 tiles of 128 x 64: 5 waves instead of 4, of tiles for which the level-2 cache suffices
-    # only nearly: 128 · 64 / (128 + 64) of 43 FLOPs a byte. Any other tile takes longer.
+    # 21 x 16 tiles of 128 x 64: 5 waves instead of 4, of tiles for which the L2 cache is almost
+    # fast enough: 128 · 64 / (128 + 64) of 43 FLOPs per byte. Any other tile takes longer.
     rows, inner, columns = 2561, 4096, 1024
     four_waves_s = flop(2560, inner, columns) / TENSOR_CORES
     expected_s = four_waves_s * 5 / 4 / (128 * 64 / (128 + 64) / 43)
     assert seconds(rows, inner, columns) == pytest.approx(expected_s + written_s(rows, columns))
 
 
-def test_float32_units_take_the_smallest_tiles_at_no_loss():
+def test_float32_units_use_the_smallest_tiles_without_loss():
     # 81 x 32 tiles of 32 x 32: 32.4 waves, so 33.
     rows, inner, columns = 2561, 4096, 1024
     expected_s = flop(33 * 80 * 32, inner, 32) / FLOAT32_UNITS
@@ -58,9 +58,10 @@ def test_a_small_product_leaves_most_multiprocessors_idle():
     assert found_s == pytest.approx(20 * whole_s + written_s(64, 64, 4))
 
 
-def test_long_sums_of_few_tiles_are_split():
-    # 16 tiles of 256 x 128, their sums in 5 parts: 80 multiprocessors are busy. The parts are written
-    # and read once more in float32, which is worth it only for long sums: else 64 of 64 x 128.
+def test_long_sums_with_few_tiles_are_split():
+    # 16 tiles of 256 x 128, their sums in 5 parts: 80 multiprocessors are busy. The parts are
+    # written and read again in float32, which only pays for long sums; otherwise it's 64 of 64 x
+    # 128.
     rows, columns = 512, 1024
     added_s = 2 * 5 * written_s(rows, columns, 4)
     long_s = flop(rows, 16384, columns) / TENSOR_CORES + added_s

@@ -1,8 +1,8 @@
 """The published model-parallel experiment, predicted (claims D05, D07, D08).
 
-One figure is fitted, the share of arithmetic's peak, to the time of one GPU. What else is assumed
-is moved, to see which of the predictions stand on it. None is tuned to the other published times:
-the model predicts less of a slow-down, and more of a gain, than were measured.
+One figure, the arithmetic share, is fitted to the time on one GPU. The other assumptions are
+varied, to see which predictions depend on them. None is tuned to the other published times: the
+model predicts less of a slowdown, and more of a gain, than were measured.
 """
 
 import functools
@@ -37,7 +37,7 @@ each_assumption = pytest.mark.parametrize("assumed", ASSUMPTIONS, ids=str)
 
 @functools.cache
 def training(size=None):
-    """Recorded once, and played with any link and costs; on one GPU without a split size."""
+    """Recorded once, and replayed with any link and costs; without a split size, on one GPU."""
     with vgpu.enable(2, gpu=GPU), vgpu.shapes_only():
         return recorded(TwoStages(size) if size else one_gpu())
 
@@ -50,7 +50,7 @@ def recordings_go():
 
 @functools.cache
 def costs(assumed=()):
-    """What is assumed and what is fitted, on one GPU: the link between two plays no part."""
+    """What's assumed and what's fitted on one GPU, where the link between two doesn't matter."""
     with vgpu.enable(2, gpu=GPU):
         found = fitted(training(), **dict(assumed))
         assert seconds(training(), found) == pytest.approx(ONE_GPU_S, rel=1e-3)
@@ -59,7 +59,7 @@ def costs(assumed=()):
 
 @functools.cache
 def gain(link, size, assumed=()):
-    """How much faster two GPUs with this split size are than one; below 0 they are slower."""
+    """How much faster two GPUs with this split size are than one; below 0, they're slower."""
     found = costs(assumed)
     with vgpu.enable(2, gpu=GPU):
         return ONE_GPU_S / seconds(training(size), {**found, "link": link}) - 1
@@ -67,13 +67,13 @@ def gain(link, size, assumed=()):
 
 @each_link
 @each_assumption
-def test_two_gpus_in_turn_are_slower_by_less_than_published(link, assumed):
+def test_two_gpus_taking_turns_are_slower_but_less_than_published(link, assumed):
     assert ONE_GPU_S / TWO_GPUS_S - 1 < -0.025 < gain(link, 120, assumed) < 0
 
 
 @each_link
 @each_assumption
-def test_pipelines_gain_about_what_was_published_and_somewhat_more(link, assumed):
+def test_pipelines_gain_somewhat_more_than_published(link, assumed):
     for size, time_s in PUBLISHED_S.items():
         published = ONE_GPU_S / time_s - 1
         assert published < gain(link, size, assumed) < published + 0.14
@@ -85,7 +85,7 @@ def test_the_curve_rises_on_both_sides_and_is_flat_in_between():
     assert of[8] - of[12] < 0.03  # where the published best was
 
 
-def test_where_the_best_size_lies_depends_on_what_is_assumed_of_memory():
+def test_the_best_size_depends_on_the_assumed_memory_share():
     slow_memory = (("memory_share", 0.25),)
     of = {size: gain(VIA_HOST, size, slow_memory) for size in (8, 12, 20)}
     assert of[8] < of[12] > of[20]

@@ -1,4 +1,4 @@
-"""A stream that forgets to wait reads garbage, or is at least reported; always in the same way."""
+"""A stream that forgets to wait reads garbage, or is at least reported, always in the same way."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.virtual_gpus(2)
 
 
 def passed_on(waits):
-    """Make values on the default stream of vgpu:0, and copy them to vgpu:1 on another stream."""
+    """Create values on the default stream of vgpu:0, and copy them to vgpu:1 on another stream."""
     side = torch.vgpu.Stream("vgpu:0")
     ones = torch.ones(2**20, device="vgpu:0")
     with vgpu.record() as timeline:
@@ -31,7 +31,7 @@ def test_a_copy_that_does_not_wait_moves_garbage():
     assert (moved == 2).all().item() and races == []
 
 
-def test_a_copy_of_a_shape_is_checked_as_one_of_values():
+def test_a_copy_of_a_shape_is_checked_like_one_of_values():
     with vgpu.shapes_only():
         found = [[race.operation for race in passed_on(waits)[1]] for waits in (False, True)]
     assert found == [["copy"], []]
@@ -66,7 +66,7 @@ RACES = [
 
 @pytest.mark.parametrize("fuses", [False, True])
 @pytest.mark.parametrize(("program", "wanted"), RACES)
-def test_fused_operations_have_the_races_of_others(program, wanted, fuses):
+def test_fused_operations_have_the_same_races_as_others(program, wanted, fuses):
     main, side = torch.vgpu.current_stream("vgpu:0"), torch.vgpu.Stream("vgpu:0")
     x, weight = torch.ones(2, 64, 64, device="vgpu:0")
     with vgpu.record(fuses=fuses) as timeline:
@@ -74,12 +74,12 @@ def test_fused_operations_have_the_races_of_others(program, wanted, fuses):
     assert [(race.operation, race.other_operation) for race in timeline.races] == wanted
 
 
-def test_a_race_that_ends_well_by_the_times_is_still_reported():
+def test_a_race_that_is_harmless_by_its_times_is_still_reported():
     side = torch.vgpu.Stream("vgpu:0")
     x = torch.ones(4, device="vgpu:0")
     with vgpu.record() as timeline:
         y = x + x
-        vgpu.spend(1.0)  # on this day it has long ended
+        vgpu.spend(1.0)  # this time, it has long finished
         with torch.vgpu.stream(side):
             z = y * 3
     assert z.tolist() == [6.0] * 4
@@ -119,7 +119,7 @@ def test_the_first_operation_of_a_second_stream_can_race(fuses):
     with vgpu.record(fuses=fuses) as timeline:
         written = torch.vgpu.current_stream("vgpu:0").record_event()
         product = x @ weight
-        side.wait_event(written)  # and not for the product, which reads x
+        side.wait_event(written)  # but not for the product, which reads x
         with torch.vgpu.stream(side):
             x.mul_(2)
     (race,) = timeline.races
@@ -139,12 +139,12 @@ def test_a_backward_pass_launches_deferred_operations_of_both_streams_before_one
         (y.cos() * product).sum().backward()
     launched = [(event.name, event.stream) for event in timeline.events if event.backward]
     there = side.stream_id
-    # What the product reads, before it; and cos's part of y's gradient, which side adds to.
+    # What the product reads, before it, and cos's part of y's gradient, to which side adds.
     assert launched == [("fused", 0), ("fused", 0), ("mm", there), ("fused", there), ("fused", 0)]
     assert timeline.races == []
 
 
-def test_an_operation_in_place_on_unfinished_values_leaves_garbage():
+def test_an_in_place_operation_on_unfinished_values_leaves_garbage():
     side = torch.vgpu.Stream("vgpu:0")
     x = torch.ones(2**20, device="vgpu:0")
     with vgpu.record():
@@ -183,7 +183,7 @@ def test_the_backward_pass_runs_on_the_streams_of_the_forward_and_waits_by_itsel
     torch.testing.assert_close(gradient.cpu(), reference.weight.grad)
 
 
-def test_default_streams_alone_need_no_waits():
+def test_default_streams_need_no_waits():
     torch.manual_seed(0)
     first, second = nn.Linear(8, 8).to("vgpu:0"), nn.Linear(8, 2).to("vgpu:1")
     with vgpu.record() as timeline:
@@ -203,7 +203,7 @@ def test_the_gradient_of_a_copy_goes_back_on_the_stream_of_its_target():
     streams = {
         (str(e.device), e.stream) for e in timeline.events if e.kind == "copy" and e.backward
     }
-    # The engine makes the stream of the copy's result current; on vgpu:0 the default one is.
+    # The engine makes the stream of the copy's result current; on vgpu:0, it's the default one.
     assert streams == {("vgpu:1", into.stream_id), ("vgpu:0", 0)}
     assert timeline.races == []
 

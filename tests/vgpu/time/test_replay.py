@@ -1,6 +1,6 @@
-"""Recordings simulated again: to the last bit, on other GPUs, and several ranks together.
+"""Recordings simulated again: bit for bit, on other GPUs, and several ranks together.
 
-The toy: a launch takes 1 µs, a GPU reads and writes 1 GB/s and sends 1 GB/s, and nothing else costs.
+In the toy, a launch takes 1 µs, a GPU reads and writes 1 GB/s and sends 1 GB/s, and everything else is free.
 """
 
 import pickle
@@ -61,7 +61,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_replay_without_changes_is_equal_to_the_last_bit(name):
+def test_a_replay_without_changes_is_equal_bit_for_bit(name):
     with vgpu.record() as timeline:
         PROGRAMS[name]()
     assert timeline.events
@@ -198,7 +198,7 @@ def test_a_message_waits_for_its_receiver():
     assert timeline.of("vgpu:1")[-1].start_s == near(6)
 
 
-def test_hosts_wait_for_one_another_at_a_barrier():
+def test_hosts_wait_for_each_other_at_a_barrier():
     def meets(rank, x):
         for _ in range(2 * rank):
             x.neg()
@@ -225,7 +225,7 @@ def test_both_directions_of_a_link_work_at_once():
 
 
 def test_a_host_launches_more_while_a_stream_waits():
-    """Each rank receives before it sends, and sends on a stream that waits for nothing."""
+    """Each rank receives before it sends, and sends on a stream that doesn't wait for anything."""
 
     def first(rank, x):
         side = torch.vgpu.Stream()
@@ -242,7 +242,7 @@ def test_a_host_launches_more_while_a_stream_waits():
 
     timeline = joined(first, second)
     ends = [e.end_s for e in timeline.of("vgpu:0") if e.kind == "collective"]
-    assert ends == [near(4), near(5)]  # launched third, and then sent back
+    assert ends == [near(4), near(5)]  # launched third, then sent back
 
 
 def test_copies_of_joined_ranks_name_their_gpu():
@@ -273,7 +273,7 @@ def test_joined_refuses_ranks_with_different_calls():
         joined(lambda rank, x: dist.all_reduce(x), lambda rank, x: dist.all_reduce(x[:100]))
 
 
-def test_joined_refuses_recordings_that_do_not_fit_together():
+def test_joined_refuses_recordings_that_do_not_match():
     one = of_rank(0, lambda rank, x: dist.send(x, 1), gpus_per_host=3)
     with pytest.raises(ValueError, match="there are several recordings of rank 0"):
         vgpu.joined([one, one])
@@ -288,7 +288,7 @@ def test_joined_refuses_recordings_that_do_not_fit_together():
         vgpu.joined([both])
 
 
-def test_ranks_that_do_the_same_are_as_one_alone():
+def test_ranks_that_do_the_same_take_as_long_as_one_alone():
     def step(rank, x):
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to("vgpu")
         for layer in model:

@@ -1,4 +1,4 @@
-"""Streams and events: which is current, what they say, and what a backward pass makes of them."""
+"""Streams and events: which one is current, what they report, and how a backward pass uses them."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ import vgpu
 pytestmark = pytest.mark.virtual_gpus(3)
 
 
-def test_streams_and_events_have_torch_s_interface(monkeypatch):
+def test_streams_and_events_have_torchs_interface(monkeypatch):
     default = torch.vgpu.current_stream()
     assert default == torch.vgpu.default_stream()
     stream = torch.vgpu.Stream("vgpu:2")
@@ -93,7 +93,7 @@ def test_a_graph_from_before_the_recording_runs_on_the_default_stream():
     with vgpu.record() as timeline:
         side.wait_stream(torch.vgpu.current_stream())
         with side:
-            doubled = weight * 2  # makes no node
+            doubled = weight * 2  # creates no node
         y.backward(weight)
     streams = {event.name: event.stream for event in timeline.events}
     assert streams == {"mul": side.stream_id, "mm": 0}
@@ -116,7 +116,7 @@ class Logged(nn.Module):
         return y
 
 
-def test_a_module_that_makes_no_node_gives_none_its_name():
+def test_a_module_that_creates_no_node_names_none():
     x, model = torch.ones(64, 64, device="vgpu"), Logged()
     with vgpu.record() as timeline:
         model(x).sum().backward()
@@ -148,7 +148,7 @@ HOST_WAITS = {
 
 
 @pytest.mark.parametrize("name", HOST_WAITS)
-def test_a_hook_that_waits_delays_the_launches_behind_it(name):
+def test_a_hook_that_waits_delays_the_launches_after_it(name):
     x, weight = matrices(512)
     with vgpu.record() as timeline:
         halved = x * 0.5
@@ -181,7 +181,7 @@ def test_a_backward_pass_within_another_keeps_the_stream_of_its_hook():
     assert (streams["sigmoid"], streams["tanh"]) == (side.stream_id, 0)
 
 
-def test_two_backward_passes_in_a_row_are_told_apart():
+def test_two_consecutive_backward_passes_are_distinguished():
     (x, weight), streams = matrices(), (torch.Stream("vgpu"), torch.Stream("vgpu"))
     with vgpu.record() as timeline:
         products = [x @ weight for _ in streams]
@@ -195,7 +195,7 @@ def test_two_backward_passes_in_a_row_are_told_apart():
     assert timeline.races == []
 
 
-def test_a_callback_of_the_engine_has_the_callers_stream():
+def test_an_engine_callback_has_the_callers_stream():
     (x, weight), caller = matrices(), torch.Stream("vgpu")
     seen = []
 

@@ -1,4 +1,4 @@
-"""Checkpoints of virtual GPUs: the format of CUDA's, with every ``map_location``."""
+"""Checkpoints from virtual GPUs have the format of CUDA's, and work with every ``map_location``."""
 
 import io
 import subprocess
@@ -36,7 +36,7 @@ LOCATIONS = {
 
 @pytest.mark.parametrize("weights_only", [True, False])
 @pytest.mark.parametrize("name", LOCATIONS)
-def test_model_and_optimizer_come_back_where_map_location_says(name, weights_only):
+def test_model_and_optimizer_are_loaded_where_map_location_says(name, weights_only):
     location, expected = LOCATIONS[name]
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to("vgpu:1")
     optimizer = torch.optim.AdamW(model.parameters())
@@ -106,7 +106,7 @@ def test_a_file_that_names_more_gpus_than_there_are_says_so():
         loaded(data)
 
 
-def test_a_file_loads_without_virtual_gpus_onto_the_cpu_only():
+def test_without_virtual_gpus_a_file_loads_only_onto_the_cpu():
     data = saved(torch.ones(2, device="vgpu:1"))
     vgpu.disable()
     try:
@@ -117,7 +117,7 @@ def test_a_file_loads_without_virtual_gpus_onto_the_cpu_only():
         vgpu.enable(3)
 
 
-def test_a_process_without_this_package_reads_the_file_onto_its_cpu(tmp_path):
+def test_a_process_without_this_package_loads_the_file_onto_its_cpu(tmp_path):
     torch.save({"w": torch.arange(3.0, device="vgpu:1")}, tmp_path / "checkpoint.pt")
     program = (
         "import sys, torch\n"

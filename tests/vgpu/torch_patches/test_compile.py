@@ -1,4 +1,4 @@
-"""``torch.compile`` on virtual GPUs: values, gradients and states as without it, times as fused."""
+"""``torch.compile`` on virtual GPUs: values, gradients and states as without it, times as when fused."""
 
 import copy
 import functools
@@ -46,7 +46,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("moves", ["before", "after"])
-def test_a_compiled_model_trains_to_the_values_of_the_plain_one(way, moves):
+def test_a_compiled_model_trains_to_the_same_values_as_a_plain_one(way, moves):
     plain, model = network().to("vgpu:1"), network()
     if moves == "before":
         model.to("vgpu:1")
@@ -130,7 +130,7 @@ def test_functions_of_cpu_tensors_are_compiled_as_without_virtual_gpus():
 
     x = torch.rand(4)
     torch.testing.assert_close(outer(x), x.sin() * 3 + 1)
-    assert len(graphs) == 1  # the inner one is a part of it
+    assert len(graphs) == 1  # the inner one is part of it
     model = nn.Linear(4, 2)
     torch.testing.assert_close(torch.compile(model, backend=counting(graphs))(x), model(x))
     assert len(graphs) == 2
@@ -146,7 +146,7 @@ def test_shapes_and_an_empty_argument_list_are_not_compiled():
     assert graphs == []
 
 
-def test_compile_warns_once_and_not_for_backends_that_fuse_nothing(monkeypatch):
+def test_compile_warns_once_but_not_for_backends_that_fuse_nothing(monkeypatch):
     monkeypatch.setattr(compile_patch, "_has_said", False)
     x = torch.ones(2, device="vgpu")
 
@@ -195,12 +195,12 @@ def test_virtual_time_counts_forward_and_backward_of_a_compiled_module_as_fused(
     names = [event.name for event in compiled.events if event.module]
     assert "gelu" in [event.name for event in plain.events]
     assert "fused" in names and not {"gelu", "gelu_backward"} & set(names)
-    assert "mean" in [event.name for event in compiled.events]  # the loss is not compiled
+    assert "mean" in [event.name for event in compiled.events]  # the loss isn't compiled
     assert everything.makespan_s < compiled.makespan_s < plain.makespan_s
     assert {event.module for event in compiled.events} == {"", "0", "2", "3"}
 
 
-def test_a_program_that_is_compiled_as_a_whole_takes_the_time_of_fuses():
+def test_a_program_compiled_as_a_whole_takes_as_long_as_with_fuses():
     x = torch.rand(32, 64, device="vgpu")
     model = block()
 
@@ -236,7 +236,7 @@ def test_operations_between_compiled_calls_are_launched_one_by_one():
     assert z.shape == x.shape
 
 
-def test_no_warning_of_hooks_comes_from_a_compiled_module_in_a_recording():
+def test_a_compiled_module_in_a_recording_does_not_warn_about_hooks():
     compiled = torch.compile(block())
     with vgpu.record():
         compiled(torch.rand(2, 64, device="vgpu"))  # warnings are errors here

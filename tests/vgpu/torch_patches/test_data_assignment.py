@@ -1,4 +1,4 @@
-"""``.data`` given another tensor's values, on another device too, as a moved module does it."""
+"""Assigning another tensor's values to ``.data``, also across devices, as moving a module does."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 pytestmark = pytest.mark.virtual_gpus(3)
 
 
-def test_modules_keep_their_parameters_identity_whatever_else_holds_them():
+def test_modules_keep_their_parameters_identity_whatever_else_refers_to_them():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parameters = list(model.parameters())
@@ -83,7 +83,7 @@ def test_data_of_another_kind_can_be_assigned():
         target.data = z.conj()
         assert target.is_conj()
         assert target.tolist() == [1 - 2j, 3]
-        target.add_(1)  # the memory is shared, the count of changes is not
+        target.add_(1)  # the memory is shared, but the version counter isn't
         assert (z.tolist(), z._version, target._version) == ([2 + 2j, 4], 0, 1)
         target.data = z
         assert target._version == 1
@@ -105,7 +105,7 @@ def test_a_tensor_that_a_profiler_holds_stays_and_says_why_it_cannot_move():
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
-def test_a_lazy_module_moves_once_it_has_its_size_and_says_so_before():
+def test_a_lazy_module_moves_once_it_has_its_size_and_raises_before():
     model = torch.nn.LazyLinear(4)
     for move in (lambda: model.to("vgpu:1"), lambda: model.vgpu(1)):
         with pytest.raises(ValueError, match="Call `forward` with a dummy batch"):

@@ -1,4 +1,4 @@
-"""PyTorch's own DataParallel on virtual GPUs: who sees which shape, and one device's gradients."""
+"""PyTorch's own DataParallel on virtual GPUs: who sees which shape, and a single device's gradients."""
 
 import copy
 import gc
@@ -11,7 +11,7 @@ from torch.nn.parallel import gather, parallel_apply, replicate, scatter
 
 import vgpu
 
-# Claims B02-B05: batches of 30, 30, 30 and 10, and what each replica then gets.
+# Claims B02-B05: batches of 30, 30, 30 and 10, and what each replica gets.
 LISTINGS = {
     1: [[30], [30], [30], [10]],
     2: [[15, 15]] * 3 + [[5, 5]],
@@ -21,7 +21,7 @@ LISTINGS = {
 
 
 class Recording(nn.Module):
-    """A linear layer that notes the batch size and device of each call."""
+    """A linear layer that records the batch size and device of each call."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ def test_replicas_see_their_share_and_gradients_equal_one_device(count):
                 torch.testing.assert_close(mine.grad.cpu(), other.grad)
 
 
-def test_four_primitives_make_data_parallel():
+def test_four_primitives_make_up_data_parallel():
     with vgpu.enable(4):
         model = nn.Linear(3, 2).to("vgpu:0")
         x = torch.randn(10, 3, device="vgpu:0")
@@ -91,7 +91,7 @@ def test_batch_norm_buffers_of_the_first_replica_are_kept():
         torch.testing.assert_close(parallel.module.running_mean.cpu(), reference.running_mean)
 
 
-def test_eight_replicas_many_times_leave_no_byte_and_no_thread():
+def test_eight_replicas_many_times_leak_no_bytes_or_threads():
     gc.collect()  # of what came before
     with vgpu.enable(8):
         torch.manual_seed(0)
@@ -127,7 +127,7 @@ def test_an_error_in_a_replica_names_it_and_the_device_stays_usable():
         assert nn.DataParallel(nn.Identity())(x).sum().item() == 4
 
 
-def test_gather_copies_into_place_and_refuses_shapes_that_do_not_fit():
+def test_gather_copies_into_place_and_refuses_mismatched_shapes():
     with vgpu.enable(3):
         parts = [torch.full((2, 256), float(i), device=f"vgpu:{i}") for i in range(3)]
         torch.vgpu.reset_peak_memory_stats(0)
@@ -142,7 +142,7 @@ def test_gather_copies_into_place_and_refuses_shapes_that_do_not_fit():
 
 
 @pytest.mark.parametrize("other", [torch.backends.mps, torch.cuda])
-def test_virtual_gpus_come_first_where_another_accelerator_is_present(monkeypatch, other):
+def test_virtual_gpus_come_first_if_another_accelerator_is_present(monkeypatch, other):
     monkeypatch.setattr(other, "is_available", lambda: True)
     with vgpu.enable(2):
         parallel = nn.DataParallel(Recording().to("vgpu:0"))
@@ -174,7 +174,7 @@ class Complex(nn.Module):
 
 
 @pytest.mark.virtual_gpus(2)
-def test_data_parallel_takes_complex_inputs_parameters_and_outputs():
+def test_data_parallel_accepts_complex_inputs_parameters_and_outputs():
     inputs = torch.arange(12.0).reshape(4, 3) * (1 + 0.5j)
     plain = Complex()
     parallel = nn.DataParallel(copy.deepcopy(plain).to("vgpu:0"), device_ids=[0, 1])

@@ -1,4 +1,4 @@
-"""``torch.vgpu`` has the names of ``torch.cuda`` and answers as it does."""
+"""``torch.vgpu`` has ``torch.cuda``'s names and behaves like it."""
 
 import importlib
 import operator
@@ -42,24 +42,24 @@ def test_the_submodules_have_the_names_of_torch_cudas():
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("vgpu.CUDAGraph", "torch.cuda has one, virtual GPUs have nothing like it; leave it out"),
-        ("vgpu.FloatTensor", "make tensors with dtype= and device="),
+        ("vgpu.CUDAGraph", "torch.cuda has it, but virtual GPUs have nothing like it; skip it"),
+        ("vgpu.FloatTensor", "create tensors with dtype= and device="),
         ("vgpu.nonsense", "'torch.vgpu' has no attribute 'nonsense'$"),
         (
             "vgpu.memory.memory_snapshot",
-            "'torch.vgpu.memory' has no attribute 'memory_snapshot': torch.cuda.memory has one",
+            "'torch.vgpu.memory' has no attribute 'memory_snapshot': torch.cuda.memory has it",
         ),
         ("vgpu.amp.nonsense", "'torch.vgpu.amp' has no attribute 'nonsense'$"),
         ("vgpu.nvtx.nonsense", "'torch.vgpu.nvtx' has no attribute 'nonsense'$"),
         ("vgpu.random.nonsense", "'torch.vgpu.random' has no attribute 'nonsense'$"),
     ],
 )
-def test_an_error_names_what_only_torch_cuda_has(name, advice):
+def test_an_error_names_attributes_that_only_torch_cuda_has(name, advice):
     with pytest.raises(AttributeError, match=advice):
         operator.attrgetter(name)(torch)
 
 
-def test_torch_reads_the_name_of_a_tensor_type():
+def test_torch_accepts_the_name_of_a_tensor_type():
     x = torch.ones(2, device="vgpu:1")
     assert torch.ones(2).type("torch.vgpu.HalfTensor").type() == x.half().type()
     with pytest.raises(AttributeError, match="set_default_device"):

@@ -1,4 +1,4 @@
-"""flash_attn's functions where the package is not installed: plain attention, in its layouts."""
+"""flash_attn's functions if the package isn't installed: plain attention, in its layouts."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ def tensors(queries=8, keys=8, heads=4):
 
 
 def formula(q, k, v, sees):
-    """Attention by its formula, in float32; sees: which query sees which key."""
+    """Attention by its formula, in float32; sees: which query attends to which key."""
     q, k, v = (part.float().transpose(1, 2) for part in (q, k, v))
     k, v = (part.repeat_interleave(q.size(1) // k.size(1), 1) for part in (k, v))
     scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(~sees.to(q.device), float("-inf"))
@@ -40,7 +40,7 @@ def formula(q, k, v, sees):
     ],
 )
 @pytest.mark.parametrize("heads", [4, 2])
-def test_flash_attn_func_sees_the_keys_that_it_should(options, queries, sees, heads):
+def test_flash_attn_func_attends_to_the_right_keys(options, queries, sees, heads):
     q, k, v = tensors(queries, heads=heads)
     seen = sees(torch.arange(queries)[:, None], torch.arange(8)[None])
     out = flash_attn.flash_attn_func(q, k, v, **options)
@@ -70,7 +70,7 @@ def test_flash_attn_func_takes_the_time_of_one_fused_kernel_each_way():
     ]
 
 
-def test_flash_attn_func_refuses_what_it_does_not_compute():
+def test_flash_attn_func_refuses_unsupported_arguments():
     q, k, v = tensors()
     with pytest.raises(RuntimeError, match=r"only support fp16 and bf16 .* q is torch\.float32"):
         flash_attn.flash_attn_func(q.float(), k.float(), v.float())
@@ -83,7 +83,7 @@ def test_flash_attn_func_refuses_what_it_does_not_compute():
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_apply_rotary_emb_turns_pairs_of_numbers_by_their_position(interleaved):
+def test_apply_rotary_emb_rotates_pairs_of_numbers_by_their_position(interleaved):
     x = torch.rand(2, 6, 4, 16, device="vgpu")
     angles = torch.arange(8.0, device="vgpu")[:, None] * torch.rand(5, device="vgpu")
     cos, sin = angles.cos(), angles.sin()

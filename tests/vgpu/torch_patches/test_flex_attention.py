@@ -1,4 +1,4 @@
-"""``flex_attention`` on a virtual GPU: the CPU's values, with gradients that the CPU has not."""
+"""``flex_attention`` on a virtual GPU: the CPU's values, and gradients that the CPU doesn't have."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def compiled(name):
 
 
 def attend(attention, make_mask, device, **options):
-    """Grouped queries, a learned bias, and a causal mask of documents."""
+    """Grouped queries, a learned bias, and a causal document mask."""
     torch.manual_seed(0)
     query, key, value = (torch.rand(2, heads, 48, 16).to(device) for heads in (4, 2, 2))
     bias, document = torch.rand(48).to(device), (torch.arange(48) // 20).to(device)
@@ -43,7 +43,7 @@ def test_flex_attention_has_the_cpus_values(way):
     assert torch.equal(attend(*compiled(way), "vgpu:1").cpu(), expected)
 
 
-def test_flex_attention_of_a_causal_mask_has_the_gradients_of_plain_attention():
+def test_flex_attention_with_a_causal_mask_has_the_gradients_of_plain_attention():
     attention, make_mask = compiled("compiled")
     gradients = []
     for flex in (True, False):
@@ -78,7 +78,7 @@ def test_flex_attention_keeps_its_output_and_logsumexp_for_the_backward_pass():
     out.sum().backward()
 
 
-def test_flex_attention_gives_the_logsumexp():
+def test_flex_attention_returns_the_logsumexp():
     out, aux = attend(flex_attention, create_block_mask, "vgpu", return_aux=AuxRequest(lse=True))
     assert out.shape == (2, 4, 48, 16)
     parts = [torch.rand(1, 2, 8, 16, device="vgpu") for _ in range(3)]
@@ -86,14 +86,14 @@ def test_flex_attention_gives_the_logsumexp():
     torch.testing.assert_close(aux.lse, (parts[0] @ parts[1].mT).logsumexp(-1))
 
 
-def test_flex_attention_computes_in_the_type_of_autocast():
+def test_flex_attention_computes_in_autocasts_dtype():
     parts = [torch.rand(1, 2, 8, 16, device="vgpu") for _ in range(3)]
     with torch.autocast("vgpu", dtype=torch.bfloat16):
         out = flex_attention(*parts)
     assert torch.equal(out, flex_attention(*(part.bfloat16() for part in parts)))
 
 
-def test_a_block_mask_on_another_gpu_is_refused_in_torchs_words():
+def test_a_block_mask_on_another_gpu_raises_torchs_error():
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, device="vgpu:1")
     parts = [torch.rand(1, 2, 8, 16, device="vgpu:0") for _ in range(3)]
     with pytest.raises(RuntimeError, match="same device but got vgpu:0 and vgpu:1"):

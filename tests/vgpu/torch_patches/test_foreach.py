@@ -1,4 +1,4 @@
-"""Optimizers and clipping handle all tensors at once unless told, as on CUDA."""
+"""Optimizers and clipping handle all tensors at once by default, as on CUDA."""
 
 import copy
 
@@ -68,13 +68,13 @@ def test_an_optimizer_handles_all_parameters_at_once_by_default(name):
     found = of_optimizer(kind)
     assert_same(found, of_optimizer(kind, **SEVERAL))
     assert len(found[0]) < len(of_optimizer(kind, **ONE_BY_ONE)[0])
-    if name != "ASGD":  # which asks its GPU for the number of the step
+    if name != "ASGD":  # which reads the step count from its GPU
         with vgpu.shapes_only():
             assert_same(found, of_optimizer(kind))
 
 
 def test_an_optimizer_that_loops_on_cuda_loops_here():
-    """Adafactor by its own default; what is differentiable; a Parameter's norm."""
+    """Adafactor by its own default; differentiable steps; a Parameter's norm."""
     assert_same(
         of_optimizer(torch.optim.Adafactor), of_optimizer(torch.optim.Adafactor, **ONE_BY_ONE)
     )
@@ -103,7 +103,7 @@ def test_clipping_handles_all_gradients_at_once_by_default(clip, block):
 
 
 def test_sparse_gradients_are_changed_too():
-    """By momentum and by clipping, which write to lists of them."""
+    """By momentum and by clipping, which write to lists of tensors."""
 
     def trained(device):
         torch.manual_seed(0)
@@ -117,7 +117,7 @@ def test_sparse_gradients_are_changed_too():
                 norms.append(clip_grad_norm_(model.parameters(), 0.5).cpu())
             except (
                 NotImplementedError
-            ):  # torch 2.13 has no norm of sparse gradients, on the CPU either
+            ):  # torch 2.13 has no norm of sparse gradients, even on the CPU
                 norms.append(torch.tensor(-1.0))
             optimizer.step()
         return model.weight.detach().cpu(), norms, model.weight.grad.cpu()
@@ -125,7 +125,7 @@ def test_sparse_gradients_are_changed_too():
     torch.testing.assert_close(trained("vgpu"), trained("cpu"))
 
 
-def test_an_optimizer_handles_parameters_of_gpus_and_of_the_host():
+def test_an_optimizer_handles_parameters_on_gpus_and_on_the_host():
     moved, made, host = network(), nn.Linear(2, 2, device="vgpu:1"), network("cpu")
     for model in (moved, made, copy.deepcopy(moved)):
         assert _default_to_fused_or_foreach(list(model.parameters()), False) == (False, True)

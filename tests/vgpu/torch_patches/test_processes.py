@@ -1,4 +1,4 @@
-"""Tensors of virtual GPUs sent to other processes with torch.multiprocessing."""
+"""Tensors on virtual GPUs, sent to other processes with torch.multiprocessing."""
 
 import os
 import re
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.virtual_gpus(2), needs_shared_memory]
 
 
 def answer(requests, answers, enabled):
-    """The other process: says what it got, and changes the first tensor."""
+    """The other process: reports what it got, and changes the first tensor."""
     lab = vgpu.enable(enabled)
     try:
         tensor, view = requests.get()
@@ -36,7 +36,7 @@ def answer(requests, answers, enabled):
 
 
 def sent(method, enabled=2):
-    """What the other process found, and the tensor that was sent to it."""
+    """What the other process reported, and the tensor that was sent to it."""
     context = torch.multiprocessing.get_context(method)
     requests, answers = context.Queue(), context.Queue()
     process = context.Process(target=answer, args=(requests, answers, enabled), daemon=True)
@@ -80,10 +80,10 @@ def enable_two(worker):
     vgpu.enable(2)
 
 
-def test_workers_of_a_loader_may_make_tensors_on_a_virtual_gpu():
+def test_data_loader_workers_can_create_tensors_on_a_virtual_gpu():
     loader = torch.utils.data.DataLoader(
         OnDevice(),
-        batch_size=None,  # torch would collate them in a storage of their device
+        batch_size=None,  # torch would collate them in a storage on their device
         num_workers=1,
         multiprocessing_context=METHODS[-1],
         worker_init_fn=enable_two,

@@ -1,4 +1,4 @@
-"""One rank of a cluster that does not exist: what it is told, and what it cannot do."""
+"""One rank of a cluster that doesn't exist: its environment, and what it can't do."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ import vgpu
 from vgpu.memory import gpus
 
 
-def test_what_a_rank_is_told():
+def test_a_rank_gets_torchruns_environment():
     with toy(hosts=3, rank=6) as made:
         assert (dist.get_rank(), dist.get_world_size()) == (6, 12)
         assert made.device == torch.device("vgpu:2")
@@ -26,12 +26,12 @@ def test_what_a_rank_is_told():
         assert dist.get_process_group_ranks(mesh["tp"].get_group()) == [4, 5, 6, 7]
 
 
-def test_everything_is_put_back():
+def test_leaving_a_cluster_restores_everything():
     before, enabled, excepthook = dict(os.environ), vgpu.is_enabled(), sys.excepthook
     with pytest.raises(KeyError), toy():
         raise KeyError
     assert not dist.is_initialized()
-    assert sys.excepthook is excepthook  # torch's process group lets errors name their rank
+    assert sys.excepthook is excepthook  # torch's process group makes errors name their rank
     assert vgpu.is_enabled() == enabled
     assert dict(os.environ) == before
     assert gpus.current_index() == 0
@@ -50,7 +50,7 @@ def test_everything_is_put_back():
         ({"network": "pigeons"}, "no network preset 'pigeons'; there are InfiniBand EDR"),
     ],
 )
-def test_a_cluster_that_cannot_be(options, words):
+def test_an_impossible_cluster_is_refused(options, words):
     options = {"hosts": 2, "gpus_per_host": 4, **options}
     with pytest.raises(ValueError, match=words), vgpu.cluster(**options):
         pass
@@ -68,9 +68,9 @@ def test_out_of_memory_names_the_rank():
     assert "rank" not in str(alone.value)
 
 
-def test_a_process_group_that_exists_is_not_lost():
+def test_an_existing_process_group_is_not_lost():
     with toy():
-        with pytest.raises(RuntimeError, match="a process group exists already"), toy():
+        with pytest.raises(RuntimeError, match="a process group already exists"), toy():
             pass
         assert dist.get_world_size() == 8
 

@@ -1,4 +1,4 @@
-"""What a rank of a cluster that does not exist sends: what is refused, and how long the rest takes."""
+"""What a rank of a cluster that doesn't exist sends: what's refused, and how long the rest takes."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from toy_cluster import EXACT, LINK, collectives, toy
 import vgpu
 
 
-def test_values_are_not_sent():
+def test_collectives_refuse_tensors_with_values():
     with toy():
         with pytest.raises(RuntimeError, match=r"all_reduce of a tensor with values.*shapes_only"):
             dist.all_reduce(torch.ones(2, device="vgpu"))
@@ -23,13 +23,14 @@ def test_values_are_not_sent():
 
 
 MS = 1e-3
-MEGABYTES_8 = 2_000_000  # elements of float32
+MEGABYTES_8 = 2_000_000  # float32 elements
 
 
 @pytest.mark.parametrize(
     ("call", "milliseconds"),
     [
-        # 6 steps inside and 1 between hosts, 7/8 of the bytes at 4 × 0.5 GB/s, but at most 1 GB/s.
+        # 6 steps inside and 1 between hosts, and 7/8 of the bytes at 4 × 0.5 GB/s, but at most 1
+        # GB/s.
         (lambda x, parts: dist.all_gather_single(x, parts[0]), 0.016 + 7),
         (lambda x, parts: dist.reduce_scatter_single(parts[0], x), 0.016 + 7),
         (lambda x, parts: dist.all_gather(parts, parts[0].clone()), 0.016 + 7),
@@ -50,7 +51,7 @@ MEGABYTES_8 = 2_000_000  # elements of float32
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:barrier.*device under current context")
-def test_times_worked_out_by_hand(call, milliseconds):
+def test_collectives_take_the_times_computed_by_hand(call, milliseconds):
     with toy(), vgpu.shapes_only():
         x = torch.empty(MEGABYTES_8, device="vgpu")
         parts = list(torch.empty(8, MEGABYTES_8 // 8, device="vgpu").unbind())
@@ -86,7 +87,7 @@ def test_one_adapter_for_four_gpus_is_shared():
     assert collectives(timeline)[0].duration_s == pytest.approx(64 * MS)
 
 
-def test_the_current_stream_waits_and_work_in_between_does_not():
+def test_waiting_delays_the_current_stream_but_not_work_before_it():
     with toy(), vgpu.shapes_only():
         x = torch.empty(MEGABYTES_8, device="vgpu")
         y = torch.empty(MEGABYTES_8, device="vgpu")
@@ -112,7 +113,7 @@ def test_a_forgotten_wait_is_a_race():
     assert (race.operation, race.other_operation) == ("add_", "all_reduce")
 
 
-def test_functional_collectives_wait_when_they_are_used():
+def test_functional_collectives_wait_when_their_results_are_used():
     with toy(), vgpu.shapes_only():
         x = torch.empty(8, 250_000, device="vgpu")
         with vgpu.record(**EXACT) as timeline:

@@ -1,4 +1,4 @@
-"""A cluster's GPUs are not those from before its block, though they are named alike."""
+"""A cluster's GPUs aren't those from before its block, although they have the same names."""
 
 import contextlib
 import gc
@@ -31,7 +31,7 @@ def counts():
 
 
 def fsdp_in_a_cluster():
-    """A model whose modules lie in cycles; the bytes that it leaves when the block ends."""
+    """A model with modules in reference cycles; yields the bytes that it leaves when the block ends."""
     with vgpu.cluster(hosts=1, gpus_per_host=2), vgpu.shapes_only():
         model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).to("vgpu")
         fully_shard(model)
@@ -40,11 +40,11 @@ def fsdp_in_a_cluster():
         return torch.vgpu.memory_allocated()
 
 
-def test_what_a_cluster_leaves_counts_on_no_other_gpu():
+def test_what_a_cluster_leaves_behind_does_not_count_on_other_gpus():
     with vgpu.enable(1):
         kept = of(3)
         of(2)
-        assert fsdp_in_a_cluster() > 4 * MIB  # garbage, which still lives
+        assert fsdp_in_a_cluster() > 4 * MIB  # garbage that's still alive
         assert counts() == (3 * MIB, 5 * MIB)
         torch.vgpu.reset_peak_memory_stats()
         with vgpu.record_memory() as record:
@@ -64,7 +64,7 @@ def test_a_cluster_begins_with_no_bytes():
         assert kept.numel() == 3 * MIB
 
 
-def test_leaving_a_cluster_gives_back_gpus_random_numbers_and_nothing_chosen():
+def test_leaving_a_cluster_restores_gpus_and_random_numbers_and_selects_nothing():
     with vgpu.enable(3, gpu="A100", memory_bytes=64 * MIB):
         torch.manual_seed(5)
         expected = torch.rand(4, device="vgpu:0")
@@ -79,7 +79,7 @@ def test_leaving_a_cluster_gives_back_gpus_random_numbers_and_nothing_chosen():
     assert not vgpu.is_enabled()
 
 
-def test_what_was_current_in_each_thread_is_so_again_after_a_cluster():
+def test_each_threads_current_device_is_restored_after_a_cluster():
     with vgpu.enable(4), futures.ThreadPoolExecutor(1) as other:
         streams = [torch.vgpu.Stream(1), torch.vgpu.Stream(3)]
         for stream in streams:
@@ -95,7 +95,7 @@ def test_what_was_current_in_each_thread_is_so_again_after_a_cluster():
 
 
 @pytest.mark.parametrize("shapes", [False, True])
-def test_tensors_of_two_hosts_do_not_meet(shapes):
+def test_tensors_of_two_hosts_cannot_be_mixed(shapes):
     with vgpu.enable(1):
         here = torch.ones(3, device="vgpu:0")
         block = vgpu.shapes_only() if shapes else contextlib.nullcontext()
@@ -125,12 +125,12 @@ def test_a_record_around_a_cluster_says_whose_bytes_it_has():
         assert both.peak_bytes("vgpu:1") == 0
 
 
-def test_a_record_in_a_cluster_has_nothing_of_the_gpus_around_it():
+def test_a_record_in_a_cluster_leaves_out_the_gpus_outside_of_it():
     with vgpu.enable(1):
         outside = of(1)
         with vgpu.cluster(hosts=1, gpus_per_host=2), vgpu.record_memory() as within:
             inside = of(4)
-            del outside  # as the collector of garbage may do at any time
+            del outside  # as the garbage collector may do at any time
             assert within.allocated_bytes("vgpu:0") == [4 * MIB]
             assert torch.vgpu.memory_allocated("vgpu:0") == 4 * MIB
         del inside

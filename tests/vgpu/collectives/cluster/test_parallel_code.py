@@ -1,4 +1,4 @@
-"""PyTorch's own parallel code on one rank of a cluster that does not exist."""
+"""PyTorch's own parallel code on one rank of a cluster that doesn't exist."""
 
 import torch
 from torch import nn
@@ -23,8 +23,8 @@ def step(model, width=256, **changes):
     return timeline
 
 
-def test_ddp_in_one_cluster_leaves_nothing_to_the_next():
-    """Its groups' names are those of the next one, whose gradients are freed once they are sent."""
+def test_ddp_in_one_cluster_leaves_nothing_for_the_next():
+    """Its groups have the same names as the next one's, whose gradients are freed once they're sent."""
 
     def peak_bytes(wrap):
         with vgpu.cluster(hosts=1) as cluster, vgpu.shapes_only():
@@ -52,7 +52,7 @@ def test_ddp_sends_its_buckets_while_it_computes():
         assert sum(event.size_bytes for event in sent) == size_bytes
         backward = [e for e in timeline.events if e.kind == "kernel" and e.backward]
         assert any(e.start_s < sent[0].end_s and e.end_s > sent[0].start_s for e in backward)
-        # DDP copies the sums out of its buckets after the last one has come.
+        # DDP copies the sums out of its buckets after the last one has arrived.
         copied = [e for e in backward if e.name == "copy" and e.start_s >= sent[-1].end_s]
         assert copied
 
@@ -68,14 +68,15 @@ def test_fsdp_gathers_ahead_and_holds_an_eighth():
         timeline = step(model, python_launch_s=0.0, engine_launch_s=0.0)
         assert timeline.races == []
         names = [event.name for event in collectives(timeline)]
-        # Four blocks forward, and again backward but the last, which the root does not reshard.
+        # Four blocks forward, and all but the last again backward; the root doesn't reshard that
+        # one.
         assert names.count("all_gather") >= 7
         assert names.count("reduce_scatter") == 4
         gathered = [e for e in collectives(timeline) if e.name == "all_gather"]
         first, second = gathered[:2]
         work = [e for e in timeline.events if e.kind == "kernel" and e.stream == 0]
         computing = [e for e in work if e.name == "addmm"]
-        assert second.start_s < computing[0].end_s  # the next block's is under way meanwhile
+        assert second.start_s < computing[0].end_s  # the next block's is in progress meanwhile
         assert computing[0].start_s >= first.end_s
         assert (
             sum(e.size_bytes for e in collectives(timeline) if e.name == "reduce_scatter") == whole
@@ -101,8 +102,8 @@ def test_tensor_parallel_sends_one_all_reduce_each_way():
         assert timeline.races == []
 
 
-def test_a_second_cluster_has_groups_of_its_own():
-    """DTensor keeps plans for meshes, which are equal for ranks whose groups are not."""
+def test_a_second_cluster_has_its_own_groups():
+    """DTensor caches plans by mesh, and meshes can be equal for ranks with different groups."""
     found = {}
     for rank in (0, 5):
         with toy(rank=rank) as made, vgpu.shapes_only():

@@ -1,4 +1,4 @@
-"""FSDP2's own prefetch in forward: the streams of its gathers have priority."""
+"""FSDP2's own prefetch in forward, whose gathers are on streams with priority."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def forward(tokens):
         model = Transformer(SIZES).to("vgpu")
         for part in (*model.blocks, model):
             fully_shard(part, mp_policy=BF16)
-        model(torch.zeros(1, 8, dtype=torch.int64, device="vgpu"))  # makes the streams
+        model(torch.zeros(1, 8, dtype=torch.int64, device="vgpu"))  # creates the streams
         batch = torch.zeros(1, tokens, dtype=torch.int64, device="vgpu")
         with vgpu.record() as timeline:
             model(batch)
@@ -27,7 +27,7 @@ def forward(tokens):
 
 
 def in_the_open_s(timeline):
-    """Seconds of all gathers but the first beside which nothing is computed."""
+    """Exposed seconds of all gathers but the first."""
     kernels = [event for event in timeline.events if event.kind == "kernel"]
     gathers = [event for event in timeline.events if event.kind == "collective"][1:]
     return covered_s(kernels + gathers) - covered_s(kernels)

@@ -1,4 +1,4 @@
-"""Ranks that exist and rank 0 of a cluster that does not: the same operations, bytes and times."""
+"""Real ranks and rank 0 of a cluster that doesn't exist: the same operations, bytes and times."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ STEPS = {step.__name__: step for step in (ddp, fsdp, fsdp_and_tensor_parallel, p
 def recorded(name, device):
     step, x = STEPS[name](device), torch.ones(16, 64, device=device)
     step(x)
-    step(x)  # DDP has made its buckets
+    step(x)  # DDP has created its buckets
     with vgpu.record() as timeline:
         step(x)
     return timeline
@@ -84,13 +84,13 @@ def of_a_real_rank(rank, world_size, name):
 
 
 def done(timeline, device):
-    """What ran on a GPU, in order of being handed over."""
+    """What ran on a GPU, in launch order."""
     events = sorted(timeline.of(device), key=lambda event: event.launch_s)
     return [(e.kind, e.name, e.size_bytes, e.flop, e.module, e.backward) for e in events]
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_real_ranks_do_what_the_cluster_s_do(name):
+def test_real_ranks_do_what_a_clusters_ranks_do(name):
     real = launch.run(of_a_real_rank, RANKS, name, gpu="A100")
     ranks = range(RANKS) if name == "pipeline" else [0]
     for rank in ranks:

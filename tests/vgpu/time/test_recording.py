@@ -31,8 +31,8 @@ def test_launches_run_ahead_of_the_gpu():
     assert timeline.host_s == near(2e-6)
     assert timeline.makespan_s == near(5e-6)
     assert timeline.busy_s("vgpu:0") == near(4e-6)
-    assert timeline.utilisation("vgpu:0") == near(0.8)
-    assert timeline.utilisation("vgpu:1") == 0
+    assert timeline.utilization("vgpu:0") == near(0.8)
+    assert timeline.utilization("vgpu:1") == 0
 
 
 def test_views_launch_nothing():
@@ -52,7 +52,7 @@ def test_a_product_of_batches_launches_one_operation():
         with vgpu.shapes_only() if shapes else nullcontext():
             with vgpu.record(COSTS) as timeline:
                 held = torch.vgpu.memory_allocated("vgpu:0")
-                y = x @ weight  # a view of x, mm, and _unsafe_view of what comes
+                y = x @ weight  # a view of x, mm, and _unsafe_view of the result
                 assert torch.vgpu.memory_allocated("vgpu:0") - held == 512
             assert [event.name for event in timeline.events] == ["mm"]
             assert y.shape == (2, 3, 5)
@@ -86,7 +86,7 @@ INDEXED = {
 
 
 @pytest.mark.parametrize("name", INDEXED)
-def test_the_host_waits_for_masks_and_not_for_integers(name):
+def test_the_host_waits_for_masks_but_not_for_integers(name):
     call, waited_for = INDEXED[name]
     x, mask = torch.ones(2 * KB).to("vgpu:0"), torch.arange(2 * KB).lt(KB).to("vgpu:0")
     with vgpu.record(COSTS) as timeline:
@@ -128,7 +128,7 @@ def test_a_copy_occupies_the_current_streams_of_both():
     assert copies[0].source.index == 0 and copies[0].target.index == 1
     assert kernels(timeline, "vgpu:0")[0].start_s == near(18e-6)
     assert kernels(timeline, "vgpu:1")[1].start_s == near(18e-6)
-    assert timeline.host_s == near(4e-6)  # the host went on
+    assert timeline.host_s == near(4e-6)  # the host continued
     assert timeline.copying_s("vgpu:0") == near(1e-6)
 
 
@@ -150,7 +150,7 @@ def test_copies_from_the_host_block_unless_pinned_and_non_blocking():
     assert host_s == [near(2e-6), near(2e-6), near(2e-6), near(1e-6)]
 
 
-def test_a_copy_to_the_host_waits_for_all_before_it():
+def test_a_copy_to_the_host_waits_for_everything_before_it():
     x = torch.ones(KB, device="vgpu:0")
     with vgpu.record(COSTS) as timeline:
         x.neg().cpu()
@@ -164,8 +164,8 @@ def test_streams_of_one_gpu_take_turns_and_copies_overlap_with_kernels():
     with vgpu.record(COSTS) as timeline:
         x.neg()  # 20 µs
         with torch.vgpu.stream(side):
-            y.to("vgpu:1")  # 5 µs beside it
-            y.neg()  # 10 µs: only when the first kernel has ended
+            y.to("vgpu:1")  # 5 µs, during it
+            y.neg()  # 10 µs: only after the first kernel has finished
     main, other = kernels(timeline, "vgpu:0")
     copy = next(event for event in timeline.of("vgpu:0") if event.kind == "copy")
     assert (copy.stream, copy.start_s, copy.end_s) == (side.stream_id, near(2e-6), near(7e-6))
@@ -196,14 +196,14 @@ def test_events_order_streams_and_measure_time():
         start.elapsed_time(end)
 
 
-def test_backward_is_launched_by_one_thread_a_device():
+def test_backward_is_launched_by_one_thread_per_device():
     a = torch.ones(KB, device="vgpu:0", requires_grad=True)
     b = torch.ones(KB, device="vgpu:1", requires_grad=True)
     loss = (b * b).sum() + (a * a).sum().to("vgpu:1")
     with vgpu.record(COSTS) as timeline:
         loss.backward()
-    # The gradient is 1, launched at 1 µs and copied at 2 µs. Then both threads go on at once:
-    # two products for each square, and their sum.
+    # The gradient is 1, launched at 1 µs and copied at 2 µs. Then both threads continue in
+    # parallel: two products per square, and their sum.
     for gpu in ("vgpu:0", "vgpu:1"):
         launches = [e.launch_s for e in kernels(timeline, gpu) if e.name in ("mul", "add")]
         assert launches == [near(3e-6), near(4e-6), near(5e-6)]
@@ -238,17 +238,15 @@ def test_equal_runs_give_equal_timelines():
 @pytest.mark.parametrize(
     ("locked_share", "count", "launches"),
     [
-        (1.0, 2, 2),  # one behind the other
+        (1.0, 2, 2),  # one after the other
         (1.0, 4, 4),
-        (0.5, 2, 1),  # while one is under the lock, the other is in its operator
+        (0.5, 2, 1),  # while one holds the lock, the other is in its operator
         (0.5, 4, 2),
         (0.25, 4, 1),
         (0.25, 8, 2),
     ],
 )
-def test_threads_queue_for_the_part_of_a_launch_that_is_under_the_lock(
-    locked_share, count, launches
-):
+def test_threads_queue_for_the_part_of_a_launch_that_holds_the_lock(locked_share, count, launches):
     with vgpu.enable(count, gpu=SPEC):
         model = nn.DataParallel(nn.Sequential(*[nn.ReLU()] * 10).to("vgpu:0"), range(count))
         x = torch.ones(count, KB, device="vgpu:0")
@@ -260,7 +258,7 @@ def test_threads_queue_for_the_part_of_a_launch_that_is_under_the_lock(
     assert last_s - first_s == near(launches * 9 * LAUNCH_S)
 
 
-def test_spend_takes_seconds_and_record_takes_costs_by_name():
+def test_spend_keeps_the_host_busy_and_record_accepts_costs_by_name():
     x = torch.ones(KB, device="vgpu:0")
     vgpu.spend(1.0)  # nothing outside a recording
     with vgpu.record(COSTS, memory_share=0.5, link="PCIe 4") as timeline:
@@ -277,7 +275,7 @@ def test_spend_takes_seconds_and_record_takes_costs_by_name():
         pass
 
 
-def test_a_recording_simulates_nothing_until_somebody_asks(monkeypatch):
+def test_a_recording_simulates_nothing_until_it_is_queried(monkeypatch):
     simulated = []
     run = Simulator.run
 
@@ -312,7 +310,7 @@ def test_a_resource_fills_gaps_and_never_does_two_things():
     assert unit.place(0.0, 1.0) == 0.0
     assert unit.place(5.0, 1.0) == 5.0
     assert unit.place(0.5, 2.0) == 1.0  # into the gap, after the first
-    assert unit.place(0.0, 3.0) == 6.0  # too long for what is left of it
+    assert unit.place(0.0, 3.0) == 6.0  # too long for what's left of it
     assert unit.place(0.0, 2.0) == 3.0  # just fits
     assert (unit.starts, unit.ends) == ([0.0], [9.0])
 
@@ -326,8 +324,8 @@ def test_busy_time_counts_overlaps_once():
     assert covered_s([later, event, event]) == near(3e-6)
 
 
-def test_an_operator_with_a_kernel_of_its_own_is_one_kernel():
-    """C++ can make silu_backward of others as well; on CUDA, as on the CPU, it is one kernel."""
+def test_an_operator_with_its_own_kernel_is_one_kernel():
+    """C++ can also compose silu_backward of others; on CUDA, as on the CPU, it's one kernel."""
     x = torch.rand(KB, device="vgpu:0", requires_grad=True)
     y = torch.nn.functional.silu(x)
     with vgpu.record(COSTS) as timeline:
