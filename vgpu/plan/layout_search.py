@@ -29,9 +29,10 @@ from tqdm import tqdm
 from vgpu.launch import launcher
 from vgpu.launch.forkserver import context, main_module_hidden
 from vgpu.plan import estimate
+from vgpu.plan.extrapolation import LAYERS, extrapolated, with_layers
 from vgpu.plan.layout import RECOMPUTE, Layout
 from vgpu.plan.pipelines import predict
-from vgpu.plan.plan import LAYERS, Plan, Rank, Step, extrapolated, on_cluster, with_layers
+from vgpu.plan.plan import Plan, Rank, Step, on_cluster
 from vgpu.plan.transformer import check_count
 from vgpu.tables import Table
 from vgpu.units import format_bytes

@@ -22,13 +22,12 @@ from torch.nn import functional as F
 
 import vgpu
 from vgpu.plan import schedules
-from vgpu.plan.layout import (
+from vgpu.plan.layout import StageLayers, split_layers
+from vgpu.plan.parallel_model import (
     ParallelModel,
-    StageLayers,
     TransformerStage,
     adam_with_state,
     progress,
-    split_layers,
     without_garbage,
 )
 from vgpu.plan.plan import Plan, Rank, Step, on_cluster, time_by_cause

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,18 +11,8 @@ from torch.nn import functional as F
 
 import vgpu
 from vgpu.plan import estimate, schedules
-from vgpu.plan.layout import (
-    RECOMPUTE,
-    REDUCE,
-    Layout,
-    ParallelModel,
-    adam,
-    adam_with_state,
-    check_hosts,
-    check_tp,
-    split_layers,
-    without_garbage,
-)
+from vgpu.plan.layout import RECOMPUTE, REDUCE, Layout, check_hosts, check_tp, split_layers
+from vgpu.plan.parallel_model import ParallelModel, adam, adam_with_state, without_garbage
 from vgpu.plan.transformer import Transformer, TransformerSizes, check_count
 from vgpu.profiling.peaks import OTHER, PeakByCause
 from vgpu.time.timeline import covered_s
@@ -398,104 +387,3 @@ class Rank:
         assert not timeline.races, timeline.races
         own = {cause: size for cause, size in peak.by_cause.items() if cause != OTHER}
         return RecordedStep(plan, timeline, own)
-
-
-# Extrapolating from a few layers
-
-LAYERS = (4, 5)
-"""What ``extrapolate`` records: consecutive counts, since each layer adds what the last one adds.
-With fewer than four layers the most bytes are allocated at another point of the step.
-"""
-
-
-def extrapolated(
-    layers: int, few: float, more: float, *, counts: tuple[int, int] = LAYERS
-) -> float:
-    """What a model with ``layers`` layers takes, from what models with ``counts`` layers take."""
-    return more + (layers - counts[1]) * (more - few) / (counts[1] - counts[0])
-
-
-def few_layers(plan: Plan) -> tuple[int, int]:
-    """How many layers ``extrapolate`` records: ``LAYERS``, or multiples of ``recompute_every``."""
-    every = plan.recompute_every
-    if every == 1:
-        return LAYERS
-    few = every * math.ceil(LAYERS[0] / every)
-    return few, few + every
-
-
-def with_layers(plan: Plan, layers: int) -> Plan:
-    """The plan for a model with that many layers."""
-    return dataclasses.replace(plan, sizes=dataclasses.replace(plan.sizes, layers=layers))
-
-
-@dataclasses.dataclass(frozen=True)
-class ExtrapolatedStep:
-    """A plan's step, extrapolated from ``LAYERS`` layers; much faster than predicting all of them.
-
-    All layers of a transformer are alike, so time and allocated bytes match the whole model's to a
-    few thousandths. What the allocator reserves beyond that is missing: it grows in steps.
-    """
-
-    plan: Plan
-    steps: tuple[RecordedStep, RecordedStep]
-
-    def seconds(self, **costs: Any) -> float:
-        """Seconds per step of the whole model; costs: changes to the recorded ones, as for
-        ``vgpu.replay``.
-        """
-        few = [
-            dataclasses.replace(step, timeline=vgpu.replay(step.timeline, **costs))
-            if costs
-            else step
-            for step in self.steps
-        ]
-        counts = few_layers(self.plan)
-        return extrapolated(self.plan.sizes.layers, *(step.seconds for step in few), counts=counts)
-
-    def tokens_per_s(self, **costs: Any) -> float:
-        """Tokens/s of one GPU."""
-        return self.plan.tokens / self.plan.layout.ranks / self.seconds(**costs)
-
-    @property
-    def bytes_by_cause(self) -> dict[str, float]:
-        """As ``Step.bytes_by_cause``; together, what is allocated at the peak."""
-        return self._by_cause(*(step.bytes_by_cause for step in self.steps))
-
-    @property
-    def time_by_cause(self) -> dict[str, float]:
-        return self._by_cause(*(step.time_by_cause for step in self.steps))
-
-    def _by_cause(self, few: dict[str, Any], more: dict[str, Any]) -> dict[str, float]:
-        layers = self.plan.sizes.layers
-        counts = few_layers(self.plan)
-        return {
-            name: extrapolated(layers, few.get(name, 0.0), more.get(name, 0.0), counts=counts)
-            for name in more | few
-        }
-
-
-def extrapolate(plan: Plan, **costs: Any) -> ExtrapolatedStep:
-    """The plan's step, from two recordings with a few layers; costs: as for ``predict``.
-
-    Raises ValueError for a pipeline, and for a model that has no more layers than that.
-    """
-    if plan.layout.pp > 1:
-        # One more layer is one more on a single stage; a whole model has more on each of them.
-        raise ValueError(
-            f"a plan with {plan.layout.pp} stages can't be extrapolated from a few layers, because they "
-            "wouldn't be divided in the same way: use predict()"
-        )
-    counts = few_layers(plan)
-    if plan.sizes.layers < counts[1]:
-        raise ValueError(
-            f"a model of {plan.sizes.layers} layers is small enough for predict(); extrapolate() "
-            f"records {counts[0]} and {counts[1]}"
-        )
-    plan, costs = plan.taking(costs)
-    with on_cluster(plan):
-        few, more = (
-            Rank(small, takes_a_step=False).recorded(small, **costs)
-            for small in (with_layers(plan, layers) for layers in counts)
-        )
-    return ExtrapolatedStep(plan, (few, more))

@@ -12,7 +12,7 @@ BROKEN = [
         "F01",
         "the optimizer keeps no averages",
         edits=[
-            ("torch.optim.Adam([master], foreach=False)", "torch.optim.SGD([learns], lr=0.1)"),
+            ("torch.optim.Adam([master], foreach=False)", "torch.optim.SGD([master], lr=0.1)"),
         ],
     ),
     Broken(

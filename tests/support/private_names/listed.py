@@ -55,7 +55,7 @@ RELIANCES = (
     Reliance(
         "products of float8 tensors in plans",
         "torch.nn.functional.scaled_mm computes the same: let plan/float8.py call it, and "
-        "plan/recomputation.py count what it becomes.",
+        "plan/parallel_model.py count what it becomes.",
         ("torch._scaled_mm", "torch.ops.aten._scaled_mm.default"),
     ),
     Reliance(

@@ -10,14 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import vgpu
-from vgpu.plan.layout import (
-    Layout,
-    TransformerStage,
-    check_hosts,
-    groups,
-    split_layers,
-    without_garbage,
-)
+from vgpu.plan.layout import Layout, check_hosts, groups, split_layers
+from vgpu.plan.parallel_model import TransformerStage, without_garbage
 from vgpu.plan.transformer import Transformer, TransformerSizes
 
 SIZES = {"tensor": 4, "context": 2, "pipeline": 2, "data": 4}

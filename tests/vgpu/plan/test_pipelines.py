@@ -11,10 +11,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 
 import vgpu
-from vgpu.plan import Layout, Plan, pipelines, predict, search
+from vgpu.plan import Layout, Plan, parallel_model, pipelines, predict, search
 from vgpu.plan import __main__ as command
-from vgpu.plan import layout as layouts
-from vgpu.plan.layout import ParallelModel, TransformerStage, split_layers
+from vgpu.plan.layout import split_layers
+from vgpu.plan.parallel_model import ParallelModel, TransformerStage
 from vgpu.plan.pipelines import action_contexts, record_rank, shortened
 from vgpu.plan.plan import on_cluster
 from vgpu.plan.schedules import Action, peaks_in_flight
@@ -91,7 +91,7 @@ def _torch_s_own(whole, rank, gpu):
         group=mesh["pp"].get_group(),
     )
     running = Schedule1F1B(stage, 3, loss_fn=_loss, scale_grads=False)
-    optimizer = layouts.adam(divided.module)
+    optimizer = parallel_model.adam(divided.module)
 
     def step():
         tokens = torch.randint(SIZES.vocabulary, (6, 128), device=gpu)
@@ -184,10 +184,10 @@ def test_a_replayed_step_equals_a_new_prediction():
 
 def test_a_long_prediction_shows_its_progress(capsys, monkeypatch):
     one = plan(Layout(), 1, gpus_per_host=1)
-    monkeypatch.setattr(layouts, "SHOW_AFTER_S", 1e9)
+    monkeypatch.setattr(parallel_model, "SHOW_AFTER_S", 1e9)
     predict(TWO), predict(one)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(layouts, "SHOW_AFTER_S", 1e-9)
+    monkeypatch.setattr(parallel_model, "SHOW_AFTER_S", 1e-9)
     predict(TWO)
     assert "recording stages" in capsys.readouterr().err
     predict(one)

@@ -1,0 +1,340 @@
+"""A transformer, or a stage of one, divided over ranks: PyTorch's code for each degree of a layout.
+
+The same lines apply FSDP2, tensor and context parallelism and recomputation to real ranks, under
+``launch.run`` or torchrun, and to a rank of ``vgpu.cluster``.
+"""
+
+import dataclasses
+import functools
+import gc
+import multiprocessing
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from tqdm.auto import tqdm
+
+from vgpu.plan.experts import Experts
+from vgpu.plan.float8 import LastCast, gather_input, scatter_output, use_float8
+from vgpu.plan.layout import Layout, StageLayers
+from vgpu.plan.transformer import Transformer, TransformerBlock, TransformerSizes
+
+SHOW_AFTER_S = 2.0
+"""A prediction that takes longer shows a progress bar."""
+
+
+class TransformerStage(nn.Module):
+    """A pipeline stage of a transformer, for sequences of exactly ``sizes.sequence`` tokens.
+
+    Input: (B, S) integers for the first stage, (B, S, width) for the others. Output: (B, S,
+    vocabulary) logits from the last stage, (B, S, width) from the others. With tensor parallelism,
+    S between stages is a rank's part.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, sizes: TransformerSizes, part: StageLayers) -> None:
+        super().__init__()
+        if sizes.experts is not None and not part.first:  # dense layers are in the first stage
+            sizes = dataclasses.replace(
+                sizes, experts=dataclasses.replace(sizes.experts, dense_layers=0)
+            )
+        whole = Transformer(dataclasses.replace(sizes, layers=part.layers))
+        self.embedding = whole.embedding if part.first else None
+        self.positions = whole.positions if part.first else None
+        self.blocks = whole.blocks
+        self.norm = whole.norm if part.last else None
+        self.output = whole.output if part.last else None
+        self.register_buffer("cos", whole.cos, persistent=False)
+        self.register_buffer("sin", whole.sin, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x if self.embedding is None else self.embedding(x)
+        if self.positions is not None:
+            hidden = hidden + self.positions(torch.arange(x.size(1), device=x.device)[None])
+        for block in self.blocks:
+            hidden = block(hidden, self.cos, self.sin)
+        if self.norm is None or self.output is None:
+            return hidden
+        return self.output(self.norm(hidden))
+
+
+# PyTorch's own code
+
+
+def apply_tp(
+    model: Transformer | TransformerStage, mesh: DeviceMesh, casts: LastCast | None = None
+) -> None:
+    """Divide each layer among the ranks of a one-dimensional mesh, in place.
+
+    Between the layers, each rank holds a part of every sequence (sequence parallelism, Korthikanti
+    et al., 2022). The logits stay divided by vocabulary: compute the loss in ``loss_context``.
+    casts: for a model in float8, so that float8 is what's gathered.
+    """
+    plan: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "positions": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    here = {name: style for name, style in plan.items() if getattr(model, name) is not None}
+    if here:  # a middle stage has only blocks
+        parallelize_module(model, mesh, here)
+    whole = (Replicate(), None, None)
+    gathers: dict[str, ParallelStyle] = {
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None, None), desired_input_layouts=whole
+        ),
+        "feed_forward": PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        ),
+    }
+    summed = RowwiseParallel(output_layouts=Shard(1))
+    if casts is not None:
+        gathers, summed = {}, RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+    block: Any
+    for block in model.blocks:
+        parallelize_module(
+            block,
+            mesh,
+            {
+                "attention_norm": SequenceParallel(),
+                "attention.query": ColwiseParallel(),
+                "attention.key": ColwiseParallel(),
+                "attention.value": ColwiseParallel(),
+                "attention.output": summed,
+                "feed_forward_norm": SequenceParallel(),
+                "feed_forward.up": ColwiseParallel(),
+                "feed_forward.down": summed,
+                **gathers,
+                **({"feed_forward.gate": ColwiseParallel()} if block.feed_forward.gate else {}),
+            },
+        )
+        if casts is not None:
+            for part, output in (
+                (block.attention, block.attention.output),
+                (block.feed_forward, block.feed_forward.down),
+            ):
+                gather_input(part, casts)
+                scatter_output(output, mesh, casts)
+
+
+def loss_context(layout: Layout) -> AbstractContextManager[None]:
+    """A context for the loss and its backward; with tensor parallelism, logits are never gathered."""
+    return loss_parallel() if layout.tp > 1 else nullcontext()
+
+
+@contextmanager
+def attention_context(mesh: DeviceMesh | None) -> Iterator[None]:
+    """A context for forward and backward: attention over sequences that a mesh's ranks share.
+
+    It's PyTorch's own: each rank has a part of a sequence's start and an equal part of its end, so
+    that all compute equally much; keys and values are gathered, and their gradients travel around a
+    ring.
+    """
+    if mesh is None:
+        yield
+        return
+    # Tensors of a sequence's length were created with a rank's part of it, so nothing is left to
+    # divide.
+    nothing = torch.empty(2 * mesh.size())
+    with context_parallel(
+        mesh, buffers=[nothing], buffer_seq_dims=[0], no_restore_buffers={nothing}
+    ):
+        yield
+
+
+def apply_fsdp(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+) -> None:
+    """Apply FSDP2 to the whole model and to each of its blocks, which are gathered one after another.
+
+    The mesh has one dimension, or two for shards inside replicas (HSDP).
+    """
+    policy = policy or MixedPrecisionPolicy()
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def recomputed(forward: Any, recompute: str) -> Any:
+    """A block's forward; backward computes again what ``recompute``, of ``RECOMPUTE``, says."""
+    if recompute == "none":
+        return forward
+    options: dict[str, Any] = (
+        {"context_fn": _keep_every_second_product} if recompute == "selective" else {}
+    )
+    return functools.partial(checkpoint, forward, use_reentrant=False, **options)
+
+
+def _keep_every_second_product() -> Any:
+    """torchtitan's selective activation checkpointing: what to keep of a block, besides its input."""
+    products = {False: 0, True: 0}
+    multiplies = {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default}
+    kept = {
+        torch.ops.aten.amax.default,  # of what is cast to float8
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    }
+
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keeps = func in kept
+        if func in multiplies:
+            products[context.is_recompute] += 1
+            keeps = products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+class ParallelModel:
+    """One virtual rank's model, or stage of one; ``module`` is wrapped by FSDP2.
+
+    Parameters are gathered in bfloat16.
+    """
+
+    def __init__(
+        self,
+        model: Transformer | TransformerStage,
+        layout: Layout,
+        mesh: DeviceMesh,
+        *,
+        reduce: str = "float32",
+        float8: bool = False,
+        wrap_ends: bool = False,
+    ) -> None:
+        """model: on the host. A GPU needs room only for its own part.
+
+        reduce: the dtype in which gradients are reduced, one of ``REDUCE``. float8: whether the
+        blocks' linear layers multiply in it. wrap_ends: whether embedding and output are sharded
+        separately.
+        """
+        casts = use_float8(model.blocks) if float8 else None
+        self._layout = layout
+        self._context = layout.context_mesh("vgpu") if layout.cp > 1 else None
+        if layout.tp > 1:
+            apply_tp(model, mesh["tp"], casts)
+        self._blocks = list(model.blocks)
+        if layout.ep > 1:
+            experts_mesh = layout.expert_mesh("vgpu")
+            for block in self._blocks:
+                if isinstance(block.feed_forward, Experts):
+                    block.feed_forward.divide(experts_mesh["ep"])
+        self._forwards = [block.forward for block in self._blocks]
+        dp = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, reduce)
+        )
+        if layout.ep > 1:
+            for block in self._blocks:
+                if isinstance(block.feed_forward, Experts):
+                    fully_shard(block.feed_forward.own, mesh=experts_mesh[dp], mp_policy=policy)
+        # With thousands of shards, this takes minutes.
+        blocks = progress("sharding blocks", "block", items=self._blocks)
+        ends = (model.embedding, model.output) if wrap_ends else ()  # a stage may lack them
+        apply_fsdp(model, [*filter(None, ends), *blocks], mesh[dp], policy)
+        self.module: Any = model.to("vgpu")
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """A context for forward, loss and backward."""
+        loss, attention = loss_context(self._layout), attention_context(self._context)
+        with loss, attention, warnings.catch_warnings():
+            # With tensor parallelism, the embedding returns a view; nothing changes it in place.
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+            yield
+
+    def configure(
+        self, recompute: str, reshard_after_forward: bool, recompute_every: int = 1
+    ) -> None:
+        """Set what may change from step to step: the recomputation, and FSDP2's resharding.
+
+        recompute_every: one of every so many blocks is recomputed.
+        """
+        block: Any
+        for index, (block, forward) in enumerate(zip(self._blocks, self._forwards, strict=True)):
+            again = index % recompute_every == 0
+            block.forward = recomputed(forward, recompute if again else "none")
+            block.set_reshard_after_forward(reshard_after_forward, recurse=False)
+            if self._layout.ep > 1 and isinstance(block.feed_forward, Experts):
+                own: Any = block.feed_forward.own
+                own.set_reshard_after_forward(reshard_after_forward)
+
+
+def adam(module: nn.Module) -> torch.optim.AdamW:
+    """Fused AdamW, with a parameter group for each block and one for the rest.
+
+    For each operator, DTensor inspects the whole list of tensors: for all blocks together, that
+    takes seconds.
+    """
+    blocks = [child for child in module.modules() if isinstance(child, TransformerBlock)]
+    groups = [list(block.parameters()) for block in blocks]
+    inside = {id(parameter) for group in groups for parameter in group}
+    groups.append([p for p in module.parameters() if id(p) not in inside])
+    return torch.optim.AdamW([{"params": group} for group in groups if group], fused=True)
+
+
+def adam_with_state(module: nn.Module) -> torch.optim.AdamW:
+    """The module's optimizer after a first step, which creates its state."""
+    optimizer = adam(module)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+@contextmanager
+def without_garbage() -> Iterator[None]:
+    """Collect what the block leaves in reference cycles when it ends.
+
+    FSDP2 replaces parameters, and the old ones' bytes would be freed in the middle of some later
+    step. With automatic collection off, all new objects are in the youngest generation, which is
+    quick to collect, whereas a full collection goes through all of torch.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.collect(0)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def progress(what: str, unit: str, total: int | None = None, items: Any = None) -> Any:
+    """A progress bar, shown if it takes long; if several processes predict, only their parent has one.
+
+    total: the number of updates, or the items to iterate over.
+    """
+    child = multiprocessing.parent_process() is not None
+    options = {"unit": unit, "leave": False, "delay": SHOW_AFTER_S, "disable": child}
+    return tqdm(items, what, total, **options)
