@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -78,7 +79,10 @@ def folder_of_tests(path: Path, gpus: int) -> Result:
     result = Result()
     given = filter(None, [os.environ.get("PYTHONPATH")])
     variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(PLUGINS), *given])}
-    for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
+    files = sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
+    if not files:
+        sys.exit(f"no tests in {path}: give a file, or a folder with files named test_*.py")
+    for file in files:
         with tempfile.NamedTemporaryFile(suffix=".xml") as report:
             done = run(
                 "-m", "pytest", "-p", "pytest_vgpu", f"--vgpus={gpus}", "-p", "forked_ranks",

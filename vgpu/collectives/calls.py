@@ -194,9 +194,8 @@ def splits(call: Call) -> None:
     count, rank = call.group.size(), call.group.rank()
     sizes = call.arguments["input_split_sizes"], call.arguments["output_split_sizes"]
     own = []
-    for split, tensor in zip(
-        sizes, (given, *outputs), strict=False
-    ):  # a functional collective creates it
+    # A functional collective creates its output.
+    for split, tensor in zip(sizes, (given, *outputs), strict=False):
         _check_split_sizes(split, tensor, count)
         rows = tensor.shape[0]
         own.append((split[rank] if split else rows // count) * (tensor.numel() // max(rows, 1)))

@@ -29,9 +29,8 @@ INPUTS, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 _SIDE = 16
 """A layer is converted if both its sizes are multiples of this: ``torch._scaled_mm`` takes no others."""
 
-_Cast = tuple[
-    torch.Tensor, torch.Tensor
-]  # float8 values, and the scale that they were multiplied by
+# float8 values, and the scale that they were multiplied by
+_Cast = tuple[torch.Tensor, torch.Tensor]
 
 
 class Float8Linear(nn.Linear):

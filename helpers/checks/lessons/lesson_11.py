@@ -65,11 +65,8 @@ def _networks() -> list[tuple[list[int], int, str]]:
 
     width = some(200, 500)
     return [
-        (
-            [64, width, width, 10],
-            some(600, 900),
-            "sgd",
-        ),  # as in the lesson, without optimizer state
+        # as in the lesson, without optimizer state
+        ([64, width, width, 10], some(600, 900), "sgd"),
         ([64, width, width, width, 10], some(600, 900), "adam"),
         ([some(300, 600), some(500, 700), 10], some(8, 16), "adam"),  # the update
         ([64, some(64, 100), some(600, 800), 10], some(300, 600), "sgd"),  # the last hidden
