@@ -10,7 +10,7 @@ and on 64 H100s that do not exist, where its second step is predicted:
 
 It learns letters from Python's own documentation; for a run of your own, put other samples
 in the place of ``batches``, and your model in that of ``Transformer``. The same command again goes
-on from the last checkpoint: bit for bit in the same layout, up to rounding in another.
+on from the last checkpoint: bit for bit in the same layout on the CPU, otherwise up to rounding.
 """
 
 import math
