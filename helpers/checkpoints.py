@@ -1,8 +1,12 @@
 """Checkpoints for ``notebooks/train.py``: written while it trains, and read in any layout."""
 
+import json
 import pickle
 import shutil
+import signal
+from argparse import Namespace
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from vgpu.plan.transformer import TransformerSizes
+
 
 class CheckpointRefused(Exception):
     """What's wrong with a file or folder, in one sentence; every rank raises the same."""
@@ -31,13 +37,37 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        folder: Path | None,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sizes: TransformerSizes,
+        options: Namespace,
     ) -> None:
         self.folder, self.state = folder, (model, optimizer)
+        named = {name: str(value) for name, value in vars(options).items()}
+        self.made_with = {"sizes": asdict(sizes), "options": named}
         self.writing: Any = Future()
         self.writing.set_result(None)
         # The thread that writes has its own group, separate from the training's.
         self.group: Any = dist.new_group(backend="gloo") if folder else None
+        self.is_terminated = False
+        if folder:
+            signal.signal(signal.SIGTERM, self._terminate)
+
+    def _terminate(self, *_: object) -> None:
+        self.is_terminated = True
+
+    def asked_to_stop(self) -> bool:
+        """Whether any rank has received SIGTERM, as from Slurm or torchrun; all ranks return the same.
+
+        They agree by Gloo, on the host, so this waits for no GPU. Without a folder there's nothing
+        to save, and SIGTERM ends the process as usual.
+        """
+        asked = torch.tensor(self.is_terminated)
+        if self.folder:
+            dist.all_reduce(asked, dist.ReduceOp.MAX)
+        return bool(asked)
 
     def last(self) -> Path | None:
         """The last complete checkpoint."""
@@ -53,14 +83,20 @@ class Checkpoints:
         if not (path := found[0]):
             return 0
         model, optimizer = get_state_dict(*self.state)
+        found_made_with: dict[str, Any] = {"made_with": ""}
         try:  # fills this rank's tensors, regardless of how many ranks wrote
+            dcp.load(found_made_with, checkpoint_id=path)
+            there = json.loads(found_made_with["made_with"])
+            if differences := _differences(there["sizes"], self.made_with["sizes"]):
+                raise CheckpointRefused(f"{path} is from a different model: {differences}")
             dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
         except CheckpointException as error:
             text = f"{path} is from a different model, or damaged: {_reason(error)}"
             raise CheckpointRefused(text) from error
         set_state_dict(*self.state, model_state_dict=model, optim_state_dict=optimizer)
         if dist.get_rank() == 0:
-            print(f"resumed from {path}", flush=True)
+            changed = _differences(there["options"], self.made_with["options"])
+            print(f"resumed from {path}" + (f"; {changed}" if changed else ""), flush=True)
         return int(path.name.removeprefix("step-"))
 
     def save(self, step: int) -> None:
@@ -71,7 +107,8 @@ class Checkpoints:
             if dist.get_rank() == 0:
                 for old in set(self.folder.glob("step-*")) - {self.last(), path}:
                     shutil.rmtree(old)
-            state = {"model": model, "optimizer": optimizer}
+            made_with = json.dumps(self.made_with)
+            state = {"model": model, "optimizer": optimizer, "made_with": made_with}
             self.writing = dcp.async_save(state, checkpoint_id=path, process_group=self.group)
 
     def wait(self) -> None:
@@ -82,6 +119,11 @@ class Checkpoints:
             advice = "Make room or choose another folder; the last complete checkpoint is kept"
             text = f"cannot write into {self.folder}: {_reason(error)}. {advice}"
             raise CheckpointRefused(text) from error
+
+
+def _differences(there: dict[str, Any], here: dict[str, Any]) -> str:
+    changed = [name for name in here if here[name] != there.get(name)]
+    return ", ".join(f"{name} was {there.get(name)}, now {here[name]}" for name in changed)
 
 
 def _reason(error: CheckpointException) -> str:

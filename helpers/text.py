@@ -115,8 +115,8 @@ def _drawn(
     while True:
         starts = torch.randint(len(tokens) - length, (batch_size,), generator=generator)
         own = starts.chunk(world_size)[rank]
-        sequences = tokens[own[:, None] + window]  # (batch_size / world_size, length + 1)
-        yield sequences[:, :-1], sequences[:, 1:]
+        sequences = tokens[own[:, None] + window].long()  # (batch_size / world_size, length + 1)
+        yield sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
 
 
 @torch.no_grad()

@@ -3,14 +3,16 @@
     python train.py                                                      one process
     torchrun --nproc-per-node 4 train.py --checkpoints run               four GPUs, sharded by FSDP2
     torchrun --nproc-per-node 4 -m vgpu train.py --dp-shard 2 --tp 2     four virtual GPUs
+    python -m vgpu --cluster 8x8 --gpu H100 train.py --batch 64          predicts the step of 64
 
-and on 64 H100s that do not exist, where its second step is predicted:
+The same command again goes on from the last checkpoint: bit for bit in the same layout on the CPU,
+otherwise up to rounding. It learns letters from Python's own documentation. For a run of your own:
 
-    python -m vgpu --cluster 8x8 --gpu H100 train.py --model 8B --batch 64 --bf16 --recompute
-
-It learns letters from Python's own documentation; for a run of your own, put other samples
-in the place of ``batches``, and your model in that of ``Transformer``. The same command again goes
-on from the last checkpoint: bit for bit in the same layout on the CPU, otherwise up to rounding.
+    data          train: any (N,) tokens in place of letters(...), or your samples for batches(...)
+    model         build: the module, and an initialize that fills what to_empty leaves undefined
+    division      TENSOR_PLAN, in helpers/gpt.py, by module name; divide: what FSDP2 gathers at once
+    sizes, MFU    helpers/gpt.py: MODELS, and in speed the FLOPs of a token and the peaks of GPUs
+    dimensions    mesh_dimensions, then divide; ranks that get the same samples: place, in train
 """
 
 import math
@@ -31,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn import functional as F
@@ -39,12 +41,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from helpers.checkpoints import CheckpointRefused, Checkpoints, load_whole
-from helpers.gpt import MODELS, TENSOR_PLAN
+from helpers.gpt import MODELS, TENSOR_PLAN, speed
 from helpers.text import batches, letters
 from vgpu.plan.transformer import Transformer, TransformerSizes
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "V100": 125}  # dense, 16 bits
 
 
 def main() -> None:
@@ -57,7 +58,9 @@ def main() -> None:
         "width": (0, "of the model; 0 for its own"),
         "sequence": (0, "tokens of a sequence; 0 for the model's own"),
         "batch": (32, "sequences of a step, on all ranks together"),
+        "accumulate": (1, "microbatches of a step; only the last sends gradients"),
         "steps": (100, "of the whole training"),
+        "warm-up": (10, "steps in which the learning rate rises"),
         "save-every": (20, "steps between checkpoints"),
     }
     parser.add_argument("--model", choices=MODELS, default="letters", help="sizes (%(default)s)")
@@ -74,17 +77,14 @@ def main() -> None:
     for name, (default, _) in numbers.items():
         if getattr(options, name.replace("-", "_")) < (least := min(default, 1)):
             refuse(f"--{name} must be at least {least}")
-    sizes = MODELS[options.model]
     own = {name: getattr(options, name) for name in ("layers", "width", "sequence")}
-    sizes = replace(sizes, **{name: value for name, value in own.items() if value})
-    dimensions = mesh_dimensions(options, sizes)
+    sizes = replace(MODELS[options.model], **{name: n for name, n in own.items() if n})
+    axes = mesh_dimensions(options, sizes)
     # With tensor parallelism the embedding returns a view; nothing here changes it in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     device = join()
     try:
-        mesh = init_device_mesh(
-            device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions)
-        )
+        mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
         train(options, sizes, mesh, device)
     except CheckpointRefused as error:
         refuse(error)
@@ -92,17 +92,17 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def join() -> torch.device:
-    """Take this rank's GPU, or the CPU where there are too few, and meet the other ranks."""
-    device, ranks_here = torch.device("cpu"), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+def join() -> str:
+    """Take this rank's GPU, or the CPU where there are too few; meet the other ranks."""
+    device, ranks_here = "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if torch.accelerator.device_count() >= ranks_here and not torch.backends.mps.is_available():
-        kind = torch.accelerator.current_accelerator().type
-        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
-        torch.accelerator.set_device_index(device.index)
+        device = torch.accelerator.current_accelerator().type  # "cuda", or "vgpu" if it is virtual
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.set_float32_matmul_precision("high")  # TF32: tensor cores, and 10 of 23 bits
     if dist.is_initialized():  # by python -m vgpu --cluster
         return device
-    backend = dist.get_default_backend_for_device(device.type)
-    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
+    backend = dist.get_default_backend_for_device(device)
+    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{backend}"
     store = dist.HashStore()
     if "RANK" in os.environ:  # torchrun's store outlives a restart: forget ranks that are gone
         store, *_ = next(dist.rendezvous("env://"))
@@ -122,7 +122,7 @@ def mesh_dimensions(options: Namespace, sizes: TransformerSizes) -> dict[str, in
     if replicas * shards * tp != RANKS:
         refuse(f"{RANKS} ranks are not dp_replicate {replicas} × dp_shard {shards} × tp {tp}")
     for name, size, parts in (
-        ("sequences in a batch", options.batch, replicas * shards),
+        ("sequences in a batch", options.batch, replicas * shards * options.accumulate),
         ("key-value heads", sizes.key_value_heads, tp),
         ("tokens in a sequence", sizes.sequence, tp),
         ("tokens that there are", sizes.vocabulary, tp),
@@ -151,13 +151,11 @@ def divide(model: Transformer, mesh: DeviceMesh, options: Namespace) -> None:
         fully_shard(module, mesh=dp, mp_policy=policy)
 
 
-def build(
-    options: Namespace, sizes: TransformerSizes, mesh: DeviceMesh, device: torch.device
-) -> nn.Module:
+def build(options: Namespace, sizes: TransformerSizes, mesh: DeviceMesh) -> nn.Module:
     with torch.device("meta"):
         model = Transformer(sizes)
     divide(model, mesh, options)
-    model.to_empty(device=device)  # room for this rank's part, and for nothing else
+    model.to_empty(device=mesh.device_type)  # room for this rank's part, and for nothing else
     model.initialize()
     if options.weights:
         load_whole(model, options.weights)
@@ -166,74 +164,76 @@ def build(
     return model
 
 
-def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], bf16: bool
-) -> tuple[Tensor, Tensor]:
-    """The mean loss of this rank's samples, and the norm of the whole gradient."""
-    parameter = next(model.parameters())
-    inputs, targets = (part.to(parameter.device) for part in batch)  # (B, S) each
-    kind, sharded = parameter.device.type, isinstance(parameter, DTensor)
-    with torch.autocast(kind, torch.bfloat16, enabled=bf16 and not sharded):
+def backward(model: nn.Module, inputs: Tensor, targets: Tensor, options: Namespace) -> Tensor:
+    """Add to the gradients for (B, S) tokens; returns their mean loss."""
+    sharded = isinstance(next(model.parameters()), DTensor)  # then FSDP2 casts, not autocast
+    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=options.bf16 and not sharded):
         logits = model(inputs)  # (B, S, vocabulary)
     with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         del logits  # only the loss holds them while backward runs
-        loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        (loss / options.accumulate).backward()
+    return whole(loss.detach())
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.AdamW, batch: tuple[Tensor, ...], options: Namespace
+) -> tuple[Tensor, Tensor]:
+    """The mean loss of this rank's samples, and the norm of the whole gradient."""
+    losses: list[Tensor] = []
+    for inputs, targets in zip(*(part.chunk(options.accumulate) for part in batch), strict=True):
+        is_last = len(losses) == options.accumulate - 1
+        if isinstance(model, FSDPModule):  # until the last, each rank holds whole gradients
+            model.set_requires_gradient_sync(is_last)
+        waits = isinstance(model, DistributedDataParallel) and not is_last
+        with model.no_sync() if waits else nullcontext():
+            losses.append(backward(model, inputs, targets, options))
+    norm = whole(nn.utils.clip_grad_norm_(model.parameters(), 1.0))  # the same on every rank
+    # Where it is 1, a fused optimizer changes nothing (GradScaler's way), and the host never waits.
+    optimizer.found_inf = (~norm.isfinite()).float()
     optimizer.step()
     optimizer.zero_grad()
-    return loss.detach(), norm
+    return torch.stack(losses).mean(), norm
 
 
-def train(
-    options: Namespace, sizes: TransformerSizes, mesh: DeviceMesh, device: torch.device
-) -> None:
-    model = build(options, sizes, mesh, device)
+def train(options: Namespace, sizes: TransformerSizes, mesh: DeviceMesh, device: str) -> None:
+    model = build(options, sizes, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
-    checkpoints = Checkpoints(options.checkpoints, model, optimizer)
+    checkpoints = Checkpoints(options.checkpoints, model, optimizer, sizes, options)
     begin = checkpoints.load()
-    # Ranks of tp compute on the same samples. The seed decides on all batches, also after a restart.
-    tp = mesh["tp"].size()
-    place = {"rank": RANK // tp, "world_size": RANKS // tp}
+    # Ranks of tp compute on the same samples. The seed decides on all batches, after a restart too.
+    place = {"rank": RANK // options.tp, "world_size": RANKS // options.tp}
     data = batches(letters(train=True), options.batch, sizes.sequence, **place)
-    began_s, shown = time.perf_counter(), begin
+    began_s, shown, skipped = time.perf_counter(), begin, torch.zeros((), device=device)
     for step, batch in enumerate(islice(data, begin, options.steps), begin + 1):
-        for group in optimizer.param_groups:  # ten steps of warming up, then half a cosine
+        if device != "cpu":  # pinned: the host goes on before the GPU has taken them
+            batch = tuple(part.pin_memory().to(device, non_blocking=True) for part in batch)
+        for group in optimizer.param_groups:  # warming up, then half a cosine
             cosine = 0.5 + 0.5 * math.cos(math.pi * (step - 1) / options.steps)
-            group["lr"] = options.learning_rate * min(step / 10, cosine)
-        loss, norm = train_step(model, optimizer, batch, options.bf16)
-        if step % 10 == 0:
-            mean = whole(loss)
-            dist.all_reduce(mean)
-            line = f"step {step}: loss {mean.item() / RANKS:.6f}, norm {whole(norm).item():.4f}"
+            group["lr"] = options.learning_rate * min(step / options.warm_up, cosine)
+        loss, norm = train_step(model, optimizer, batch, options)
+        skipped += optimizer.found_inf
+        ends = step == options.steps or checkpoints.asked_to_stop()
+        if step % 10 == 0 or ends:
+            dist.all_reduce(loss)
+            line = f"step {step}: loss {loss.item() / RANKS:.6f}, norm {norm.item():.4f}"
             now_s = time.perf_counter()  # .item() has waited for the GPU
-            tokens = (step - shown) * options.batch * sizes.sequence
-            say(f"{line}, {speed(tokens / (now_s - began_s), sizes, device)}")
-            began_s, shown = now_s, step
-        if step % options.save_every == 0 or step == options.steps:
+            tokens_per_s = (step - shown) * options.batch * sizes.sequence / (now_s - began_s)
+            line += f", {speed(tokens_per_s, sizes, device)}"
+            count = int(skipped.item())
+            line += f", {count} updates skipped: gradients not finite" if count else ""
+            if RANK == 0:
+                print(line, flush=True)
+            if count == 10:
+                refuse("none of the last 10 gradients was finite")
+            began_s, shown, skipped = now_s, step, 0 * skipped
+        if step % options.save_every == 0 or ends:
             checkpoints.save(step)
+        if ends:
+            break
         if options.lose == f"{RANK}:{step}" and begin == 0:
             os.kill(os.getpid(), signal.SIGKILL)
     checkpoints.wait()
-
-
-def speed(tokens_per_s: float, sizes: TransformerSizes, device: torch.device) -> str:
-    """As measured; with model FLOPs utilization (MFU) on a GPU whose peak is known."""
-    text = f"{tokens_per_s:,.0f} tokens/s"
-    if device.type != "cpu":
-        text += f", {torch.accelerator.max_memory_allocated() / 2**20:,.0f} MiB at the peak"
-    products = sizes.parameters - sizes.vocabulary * sizes.width  # an embedding is looked up
-    flop_per_token = 6 * products + 12 * sizes.layers * sizes.width * sizes.sequence
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    for gpu, tflops in PEAK_TFLOPS.items():
-        if gpu in name:
-            text += f", MFU {tokens_per_s * flop_per_token / RANKS / (tflops * 1e12):.1%}"
-    return text
-
-
-def say(line: str) -> None:
-    if RANK == 0:
-        print(line, flush=True)
 
 
 def refuse(message: object) -> NoReturn:
