@@ -271,5 +271,5 @@ def _recipe_hint(
     if yours not in errors:
         return "Return one of the names in times_s, or None."
     if errors[yours] > most:
-        return "It is off by more than that. Round both factors, multiply, then compare products."
+        return "It's off by more than that. Round both factors, multiply, then compare products."
     return "This one is good enough, but so is a faster one."
