@@ -187,7 +187,9 @@ def speedups(times_s: Mapping[str, Mapping[int, float]], gpu: str) -> None:
     axes.set_xticks(counts)
     axes.set(xlabel="GPUs", ylabel="times as fast as one", ylim=(0, None))
     axes.legend(loc="upper left", fontsize=9)
-    title(axes, "More GPUs help only a step that's worth sharing", f"virtual time, {gpu}, one step")
+    title(
+        axes, "More GPUs only help a step that's worth splitting", f"virtual time, {gpu}, one step"
+    )
     show(fig, f"Lines of how many times as fast as one GPU. {'; '.join(texts)}.")
 
 
@@ -202,7 +204,7 @@ def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, i
     axes.plot(counts, [first * n / counts[0] for n in counts], color=COLORS["gray"], ls=":", lw=1)
     for (name, speed), color in zip(speeds.items(), SERIES, strict=False):
         axes.plot(counts, [speed[n] for n in counts], "o-", color=color, label=name)
-    axes.set(xscale="log", yscale="log", xlabel="GPUs, and tokens that each has in a step")
+    axes.set(xscale="log", yscale="log", xlabel="GPUs, and tokens per GPU and step")
     axes.set_xticks(counts, [f"{n}\n{tokens[n]:,}" for n in counts])
     doublings = [first / 2 * 2**k for k in range(1, 1 + (counts[-1] // counts[0]).bit_length())]
     axes.set_yticks(doublings, [f"{speed:.3g}" for speed in doublings])
@@ -244,7 +246,7 @@ def goodput(
     axes.legend(loc="lower center", fontsize=9)
     title(
         axes,
-        "Too often costs writing, too rarely costs repeating",
+        "Saving too often costs time to write, too rarely repeated work",
         "lines: Daly's formula; points: simulated failures; dashed: the square root",
     )
     summary = "; ".join(

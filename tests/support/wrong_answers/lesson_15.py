@@ -101,7 +101,7 @@ WRONG = {
         (_defend(state="12 * sizes.parameters"), "Divide by the number of GPUs"),
         (_defend(state="'8 GiB'"), "a Plan and two numbers"),
         (_defend(speed="1.0"), "the full peak"),
-        (_defend(speed="0.5"), "four thirds"),
+        (_defend(speed="0.5"), "count 5/4"),
         (_defend(speed="0.375 * gpus"), "one GPU, not of all"),
         (_defend(layout="dp_replicate=gpus", state="12 * sizes.parameters"), "A larger dp_shard"),
         (_defend(layout="dp_shard=gpus // 2"), "all GPUs"),

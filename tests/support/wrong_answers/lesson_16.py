@@ -134,11 +134,11 @@ WRONG = {
         (_page(later='(first - trace["baseTimeNanoseconds"]) / 1e3'), "add the difference"),
         (_page(copy="row"), "Copy each row before you change it"),
         (_page(pid='row["pid"]'), "number the pairs of rank and pid"),
-        (_page(pid="rank"), "A number for each pair of rank and pid"),
+        (_page(pid="rank"), "a separate number for each pair of rank and pid"),
         (_page(id='row["id"]'), "Each rank counts its ids from 1"),
         (_page(id="f\"{rank}:{row['id']}\""), "Perfetto drops arrows"),
         (_page(name='row["args"]["name"]'), "Rows named process_name"),
-        ("def one_page(traces):\n    return []", "All rows of all ranks"),
+        ("def one_page(traces):\n    return []", "all rows of all ranks"),
         ("def one_page(traces):\n    return 3", "Return a list of rows"),
     ],
     "16.4": [

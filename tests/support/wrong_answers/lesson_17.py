@@ -120,10 +120,10 @@ WRONG = {
         (_LAYER.format(scale=_SCALE, share=_SHARE, result="0, 0.5"), "a share from 0 to 1"),
     ],
     "17.4": [
-        (_CHOOSE.format(order="times_s", good=_GOOD, end="None"), "is faster"),
+        (_CHOOSE.format(order="times_s", good=_GOOD, end="None"), "a faster one"),
         (_CHOOSE.format(order=_ORDER, good="True", end="None"), "off by more than that"),
         (_CHOOSE.format(order=_ORDER, good=_GOOD, end="recipe"), "off by more than that"),
-        (_CHOOSE.format(order=_ORDER, good="False", end="None"), "There is one"),
+        (_CHOOSE.format(order=_ORDER, good="False", end="None"), "There is a recipe"),
         ("def choose(x, weight, most, times_s):\n    return 'float8'", "one of the names"),
     ],
 }

@@ -57,7 +57,7 @@ WRONG = {
         (_CACHE.format(**{**_RIGHT, "heads": "sizes.key_value_heads"}), "all GPUs together"),
         (
             _CACHE.format(**{**_RIGHT, "heads": "max(1, sizes.heads // tp)"}),
-            "fewer than the heads of queries",
+            "fewer of them than query heads",
         ),
         (
             _CACHE.format(**{**_RIGHT, "heads": "sizes.key_value_heads / tp"}),
@@ -72,7 +72,7 @@ WRONG = {
         ),
     ],
     "18.2": [
-        (_DRAW.format(offset="0", choice=_BEST), "counts from its rank's own first word"),
+        (_DRAW.format(offset="0", choice=_BEST), "counts from its rank's own first token"),
         (_DRAW.format(offset=_OWN_FIRST, choice="return index"), "which rank has the best"),
         (
             _DRAW.format(offset=_OWN_FIRST, choice="return torch.stack(values).amax(0)"),
@@ -132,6 +132,6 @@ def draw(logits, noise):
             "no more than it has left",
         ),
         (_FAIR.format(**_FAIRLY).replace("else 1 for", "else 0 for"), "they come first"),
-        ("def fair(generations, budget):\n    return 1", "a list with a whole number"),
+        ("def fair(generations, budget):\n    return 1", "a list with an integer"),
     ],
 }
