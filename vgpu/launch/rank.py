@@ -37,6 +37,7 @@ from vgpu.launch import guard
 from vgpu.launch.call_sites import count_messages, rank_state
 from vgpu.launch.forkserver import SOCKETS_FOLDER
 from vgpu.launch.output import redirect
+from vgpu.memory import gpus
 
 
 def _end_forkserver(folder: str, forkserver: int) -> None:
@@ -351,11 +352,7 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(device, torch.device) and device.type == "vgpu":
             kind = "tensor" if isinstance(obj, torch.Tensor) else type(obj).__name__
             what = f"the device {device}" if obj is device else f"a {kind} on {device}"
-            raise TypeError(
-                f"{what} cannot leave its process: each process has its own virtual GPUs, "
-                "or none. Send CPU tensors (tensor.cpu(), module.cpu()), and choose the device "
-                "where they arrive"
-            )
+            raise TypeError(gpus.cannot_leave(what))
         return super().reducer_override(obj)
 
 
