@@ -81,9 +81,6 @@ class Job:
 class Joined:
     """The rank has joined its process group; the function starts."""
 
-    pid: int
-    """The rank's own process id; the parent may know only that of the guard above it."""
-
 
 @dataclass
 class Result:
@@ -264,7 +261,7 @@ def _outcome(rank: _Rank, job: Job) -> Result | Failure:
             function, args = pickle.load(file)
         kind = "raised"
         _join_group(job, rank.scratch)
-        rank.send(Joined(os.getpid()))
+        rank.send(Joined())
         rank.stage = "runs"
         value = function(job.rank, job.world_size, *args)
         rank.stage = "has returned"
