@@ -19,6 +19,20 @@ def update(average, model, decay):
         {change}
 """
 
+
+def _update(
+    change="old.mul_(decay).add_(new.to(old.device), alpha=1 - decay)",
+    of="{}.parameters()",
+    decorator="@torch.no_grad()",
+):
+    return _UPDATE.format(
+        decorator=decorator,
+        of_average=of.format("average"),
+        of_model=of.format("model"),
+        change=change,
+    )
+
+
 _STATISTICS = """
 def statistics(x, gpu_count, momentum):
     first = {first}
@@ -103,7 +117,11 @@ def makespan(orders, forward_s, backward_s):
             {stuck}
     return {result}
 """
-_NEEDS = '[("F", i, s), ("B", i, s + 1)]'
+
+
+def _makespan(needs='[("F", i, s), ("B", i, s + 1)]', stuck="return None", result="max(free_s)"):
+    return _MAKESPAN.format(backward_needs=needs, stuck=stuck, result=result)
+
 
 _BATCH = """
 def largest_batch(peak, budget_bytes):
@@ -157,39 +175,16 @@ WRONG = {
         ),
     ],
     "99.3": [
+        (_update(decorator=""), "in-place operation"),
+        (_update(), "Buffers, too, affect"),
         (
-            _UPDATE.format(
-                decorator="",
-                of_average="average.parameters()",
-                of_model="model.parameters()",
-                change="old.mul_(decay).add_(new.to(old.device), alpha=1 - decay)",
-            ),
-            "in-place operation",
-        ),
-        (
-            _UPDATE.format(
-                decorator="@torch.no_grad()",
-                of_average="average.parameters()",
-                of_model="model.parameters()",
-                change="old.mul_(decay).add_(new.to(old.device), alpha=1 - decay)",
-            ),
-            "Buffers, too, affect",
-        ),
-        (
-            _UPDATE.format(
-                decorator="@torch.no_grad()",
-                of_average="average.parameters()",
-                of_model="model.parameters()",
-                change="old.mul_(1 - decay * 0.9).add_(new.to(old.device), alpha=decay)",
-            ),
+            _update("old.mul_(1 - decay * 0.9).add_(new.to(old.device), alpha=decay)"),
             "weight of the old average",
         ),
         (
-            _UPDATE.format(
-                decorator="@torch.no_grad()",
-                of_average="average.state_dict().values()",
-                of_model="model.state_dict().values()",
-                change="old.copy_(decay * old + (1 - decay) * new.to(old.device))",
+            _update(
+                "old.copy_(decay * old + (1 - decay) * new.to(old.device))",
+                of="{}.state_dict().values()",
             ),
             "Don't average a count",
         ),
@@ -239,28 +234,10 @@ WRONG = {
         ),
     ],
     "99.7": [
-        (
-            _MAKESPAN.format(
-                backward_needs='[("F", i, s)]', stuck="return None", result="max(free_s)"
-            ),
-            "needs the next stage's",
-        ),
-        (
-            _MAKESPAN.format(
-                backward_needs='[("B", i, s + 1)]', stuck="return None", result="max(free_s)"
-            ),
-            "before its own forward",
-        ),
-        (
-            _MAKESPAN.format(
-                backward_needs=_NEEDS, stuck="return max(free_s)", result="max(free_s)"
-            ),
-            "waits for the other",
-        ),
-        (
-            _MAKESPAN.format(backward_needs=_NEEDS, stuck="return None", result="sum(free_s)"),
-            "when the last GPU is done",
-        ),
+        (_makespan('[("F", i, s)]'), "needs the next stage's"),
+        (_makespan('[("B", i, s + 1)]'), "before its own forward"),
+        (_makespan(stuck="return max(free_s)"), "waits for the other"),
+        (_makespan(result="sum(free_s)"), "when the last GPU is done"),
     ],
     "99.8": [
         (

@@ -40,8 +40,19 @@ def load_any(model, state):
 _PARTS = """
 def data_parallel(module, batch, gpus):
     chunks = scatter(batch, gpus)
-    {body}
+    replicas = {replicas}
+    outputs = {outputs}
+    return {result}
 """
+
+
+def _parts(
+    replicas="replicate(module, gpus[: len(chunks)])",
+    outputs="parallel_apply(replicas, chunks)",
+    result="gather(outputs, gpus[0])",
+):
+    return _PARTS.format(replicas=replicas, outputs=outputs, result=result)
+
 
 WRONG = {
     "5.1": [
@@ -51,61 +62,21 @@ WRONG = {
             "its four parts",
         ),
         ("def data_parallel(module, batch, gpus):\n    return module(batch)", "its own chunk once"),
+        (_parts("replicate(module, gpus)"), "as many replicas as chunks"),
+        (_parts("replicate(module, gpus)[: len(chunks)]"), "shorten the list first"),
+        (_parts(result="outputs"), "Return what gather returns"),
+        (_parts(result="gather(outputs, gpus[1])"), "on which the outputs are joined"),
         (
-            _PARTS.format(
-                body="return gather(parallel_apply(replicate(module, gpus), chunks), gpus[0])"
-            ),
-            "as many replicas as chunks",
-        ),
-        (
-            _PARTS.format(
-                body="replicas = replicate(module, gpus)[: len(chunks)]\n"
-                "    return gather(parallel_apply(replicas, chunks), gpus[0])"
-            ),
-            "shorten the list first",
-        ),
-        (
-            _PARTS.format(
-                body="return parallel_apply(replicate(module, gpus[: len(chunks)]), chunks)"
-            ),
-            "Return what gather returns",
-        ),
-        (
-            _PARTS.format(
-                body="replicas = replicate(module, gpus[: len(chunks)])\n"
-                "    return gather(parallel_apply(replicas, chunks), gpus[1])"
-            ),
-            "on which the outputs are joined",
-        ),
-        (
-            _PARTS.format(
-                body="with torch.no_grad():\n"
-                "        replicas = replicate(module, gpus[: len(chunks)])\n"
-                "    return gather(parallel_apply(replicas, chunks), gpus[0])"
-            ),
+            _parts("torch.no_grad()(replicate)(module, gpus[: len(chunks)])"),
             "gradients enabled",
         ),
+        (_parts(result="gather(outputs[::-1], gpus[0])"), "not that of one GPU"),
         (
-            _PARTS.format(
-                body="replicas = replicate(module, gpus[: len(chunks)])\n"
-                "    outputs = parallel_apply(replicas, chunks)\n"
-                "    return gather(outputs[::-1], gpus[0])"
-            ),
-            "not that of one GPU",
-        ),
-        (
-            _PARTS.format(
-                body="replicas = replicate(module, gpus[: len(chunks)])\n"
-                "    outputs = [replica(chunk) for replica, chunk in zip(replicas, chunks)]\n"
-                "    return gather(outputs, gpus[0])"
-            ),
+            _parts(outputs="[replica(chunk) for replica, chunk in zip(replicas, chunks)]"),
             "parallel_apply starts the threads",
         ),
         (
-            _PARTS.format(
-                body="replicas = replicate(module, gpus[: len(chunks)], detach=True)\n"
-                "    return gather(parallel_apply(replicas, chunks), gpus[0])"
-            ),
+            _parts("replicate(module, gpus[: len(chunks)], detach=True)"),
             "is everything in the graph?",
         ),
     ],
