@@ -1,5 +1,7 @@
 """Typical wrong answers of lesson 01, and a phrase of the message that each must get."""
 
+from wrong_answers import template
+
 _TENSOR = "if isinstance(batch, torch.Tensor):\n        return batch.to(device)"
 _DICT = (
     "if isinstance(batch, dict):\n"
@@ -15,7 +17,9 @@ def _parts(kinds, made):
     return f"if isinstance(batch, {kinds}):\n        return {made}"
 
 
-_SCRIPT = """class Net(nn.Module):
+_script = template(
+    """\
+class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 3)
@@ -27,22 +31,17 @@ def run(model, images, labels, device):
     weights = torch.tensor([1.0, 2.0, 1.0]{weights})
     loss = F.cross_entropy(model({images}), {labels}, {weighted})
     {last}
-"""
-_RIGHT = {
-    "mean": 'self.register_buffer("mean", torch.full((4,), 0.5))',
-    "centered": "self.mean",
-    "first": "model.to(device)",
-    "weights": ", device=device",
-    "images": "images.to(device)",
-    "labels": "labels.to(device)",
-    "weighted": "weight=weights",
-    "last": "return loss.detach().cpu().numpy()",
-}
+""",
+    mean='self.register_buffer("mean", torch.full((4,), 0.5))',
+    centered="self.mean",
+    first="model.to(device)",
+    weights=", device=device",
+    images="images.to(device)",
+    labels="labels.to(device)",
+    weighted="weight=weights",
+    last="return loss.detach().cpu().numpy()",
+)
 _ON_THE_CPU = {"first": "", "weights": "", "images": "images", "labels": "labels"}
-
-
-def _script(**changes):
-    return _SCRIPT.format(**{**_RIGHT, **changes})
 
 
 WRONG = {
@@ -79,8 +78,7 @@ WRONG = {
         (
             _moving(
                 _parts(
-                    "torch.Tensor",
-                    "batch if batch.device == device else batch.cpu().to(device)",
+                    "torch.Tensor", "batch if batch.device == device else batch.cpu().to(device)"
                 ),
                 _parts("list", "[to_device(part, device) for part in batch]"),
             ),
@@ -157,10 +155,7 @@ WRONG = {
             "register_buffer",
         ),
         # A parameter moves, too, but it would be trained.
-        (
-            _script(mean="self.mean = nn.Parameter(torch.full((4,), 0.5))"),
-            "mean is a parameter",
-        ),
+        (_script(mean="self.mean = nn.Parameter(torch.full((4,), 0.5))"), "mean is a parameter"),
         # The mean is gone, and the fault with it.
         (_script(mean="", centered="0.5"), "mean is gone"),
         # No error any more, since everything stays on the CPU.

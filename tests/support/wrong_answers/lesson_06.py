@@ -2,36 +2,36 @@
 
 import re
 
-_SUM = """
+from wrong_answers import template
+
+_LENGTH = "len(tensor) // dist.get_world_size()"
+_sum = template(
+    """
 def sum_over_ranks(tensor):
     part = {part}
     dist.reduce_scatter_single(part, tensor)
     total = {total}
     dist.all_gather_single(total, part)
     return {result}
-"""
-_LENGTH = "len(tensor) // dist.get_world_size()"
+""",
+    part=f"tensor.new_empty({_LENGTH})",
+    total="torch.empty_like(tensor)",
+    result="total",
+)
 
 
-def _sum(part=f"tensor.new_empty({_LENGTH})", total="torch.empty_like(tensor)", result="total"):
-    return _SUM.format(part=part, total=total, result=result)
-
-
-_MEAN = """
+_mean = template(
+    """
 def mean_over_ranks(values):
     {before}
     total = {total}
     dist.all_reduce(total)
     return {result}
-"""
-
-
-def _mean(
+""",
+    before="",
     total="torch.stack([values.sum(), values.new_tensor(len(values))])",
     result="total[0] / total[1]",
-    before="",
-):
-    return _MEAN.format(before=before, total=total, result=result)
+)
 
 
 AVERAGED = """
@@ -123,8 +123,8 @@ def sum_over_ranks(tensor):
         ),
         (
             _sum(
-                f"torch.empty({_LENGTH}, device=tensor.device)",
-                "torch.empty(len(tensor), device=tensor.device)",
+                part=f"torch.empty({_LENGTH}, device=tensor.device)",
+                total="torch.empty(len(tensor), device=tensor.device)",
             ),
             "dtype",
         ),
@@ -142,7 +142,7 @@ def sum_over_ranks(tensor):
             "rank 0 waits in all_gather_single",
         ),
         (
-            _sum(f"torch.empty({_LENGTH}, dtype=tensor.dtype)"),  # left on the CPU
+            _sum(part=f"torch.empty({_LENGTH}, dtype=tensor.dtype)"),  # left on the CPU
             "reduce_scatter was given a CPU tensor, and NCCL carries only what is on the rank's GPU",
         ),
         (
@@ -157,7 +157,7 @@ def sum_over_ranks(tensor):
     ],
     "6.2": [
         (
-            _mean("values.mean()", "total / dist.get_world_size()"),
+            _mean(total="values.mean()", result="total / dist.get_world_size()"),
             "counts a short shard as much",
         ),
         (_mean(before="if len(values) == 0: return 0.0"), "never came"),
@@ -178,18 +178,21 @@ def mean_over_ranks(values):
 """,
             "into one tensor",
         ),
-        (_mean("torch.tensor([values.sum(), len(values)])"), "all_reduce was given a CPU tensor"),
         (
-            _mean("torch.stack([values.sum(), torch.tensor(float(len(values)))])"),
+            _mean(total="torch.tensor([values.sum(), len(values)])"),
+            "all_reduce was given a CPU tensor",
+        ),
+        (
+            _mean(total="torch.stack([values.sum(), torch.tensor(float(len(values)))])"),
             "where the odd one comes from",
         ),
-        (
-            "def mean_over_ranks(values):\n    return values.mean()",
-            "the ranks have to communicate",
-        ),
+        ("def mean_over_ranks(values):\n    return values.mean()", "the ranks have to communicate"),
         (_mean(result="values.mean()"), "although the ranks communicated"),
-        (_mean("values.sum()", "total / dist.get_world_size()"), "not by the number of ranks"),
-        (_mean("values.sum()", "total"), "This is the sum of all values"),
+        (
+            _mean(total="values.sum()", result="total / dist.get_world_size()"),
+            "not by the number of ranks",
+        ),
+        (_mean(total="values.sum()", result="total"), "This is the sum of all values"),
     ],
     "6.3": [
         (

@@ -1,5 +1,7 @@
 """Typical mistakes in the exercises of lesson 13, and what the learner must be told."""
 
+from wrong_answers import template
+
 _ROWS = """
 class SumForward(torch.autograd.Function):
     @staticmethod
@@ -17,7 +19,8 @@ def row_linear(x, weight, bias):
     return {result}
 """
 
-_LOSS = """
+_loss = template(
+    """
 def split_loss(logits, targets):
     part = logits.size(1)
     largest = logits.detach().amax(1)
@@ -28,29 +31,24 @@ def split_loss(logits, targets):
     here = (own >= 0) & (own < part)
     picked = shifted.gather(1, own.clamp(0, part - 1)[:, None])[:, 0] * here
     return {result}
-"""
-
-
-def _loss(
+""",
     largest="dist.all_reduce(largest, dist.ReduceOp.MAX)",
     total="Leave.apply(shifted.exp().sum(1))",
     result="(total.log() - Leave.apply(picked)).mean()",
-):
-    return _LOSS.format(largest=largest, total=total, result=result)
+)
 
 
-_FAR = """
+_far = template(
+    """
 def layer_times(split_s, whole_s, host_s, size_bytes):
     times_s = {{}}
     for n in (1, 2, 4, 8):
         sent_s = 2 * (n - 1) / n * size_bytes / (0.8 * 450e9) + 2 * (n - 1) * 5e-6
         times_s[n] = {time}
     return {result}
-"""
-
-
-def _far(time, result="times_s"):
-    return _FAR.format(time=time, result=result)
+""",
+    result="times_s",
+)
 
 
 WRONG = {
@@ -156,8 +154,8 @@ mended = {
         ("mended = [ColwiseParallel()]", "Start with {**faulty"),
     ],
     "13.3": [
-        (_loss("pass"), "the same largest logit"),
-        (_loss("largest = torch.zeros_like(largest)"), "exp overflows"),
+        (_loss(largest="pass"), "the same largest logit"),
+        (_loss(largest="largest = torch.zeros_like(largest)"), "exp overflows"),
         *((_loss().replace("amax(1)", shift), "exp overflows") for shift in ("mean(1)", "amin(1)")),
         (
             # One word more at the front.
@@ -190,23 +188,23 @@ def split_loss(logits, targets):
         ),
     ],
     "13.4": [
-        (_far("(split_s + whole_s) / n + 4 * sent_s * (n > 1)"), "doesn't shrink"),
-        (_far("split_s / n + whole_s + 4 * sent_s * (n > 1)"), "host isn't done"),
-        (_far("max(host_s, (split_s + whole_s) / n)"), "there are four"),
+        (_far(time="(split_s + whole_s) / n + 4 * sent_s * (n > 1)"), "doesn't shrink"),
+        (_far(time="split_s / n + whole_s + 4 * sent_s * (n > 1)"), "host isn't done"),
+        (_far(time="max(host_s, (split_s + whole_s) / n)"), "there are four"),
         (
-            _far("host_s + split_s / n + whole_s + 4 * sent_s * (n > 1)"),
+            _far(time="host_s + split_s / n + whole_s + 4 * sent_s * (n > 1)"),
             "the longer of the two counts",
         ),
         (
-            _far("max(host_s, split_s / n + whole_s + 4 * sent_s * n / max(n - 1, 1))"),
+            _far(time="max(host_s, split_s / n + whole_s + 4 * sent_s * n / max(n - 1, 1))"),
             "2(n - 1)/n of a tensor",
         ),
         (
-            _far("max(host_s, split_s / n + whole_s + 4 * sent_s * (n > 1))").replace(
+            _far(time="max(host_s, split_s / n + whole_s + 4 * sent_s * (n > 1))").replace(
                 "+ 2 * (n - 1) * 5e-6", "+ (n - 1) * 5e-6"
             ),
             "2(n - 1) steps and their latency",
         ),
-        (_far("host_s", "list(times_s.values())"), "Return a dict"),
+        (_far(time="host_s", result="list(times_s.values())"), "Return a dict"),
     ],
 }
