@@ -6,6 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from vgpu.collectives.table import SAME_ELEMENTS
 from vgpu.launch.call_sites import CallSite, CollectiveRecord, RankState
 
+STOPPED = "is stopped"
+"""The stage of a rank whose process was stopped by a signal: it neither continues nor answers."""
+
 
 def explain(states: Sequence[RankState | None], name_file: Callable[[str], str]) -> str:
     """One line for each rank, then which collectives wait for whom.
@@ -28,7 +31,7 @@ def is_deadlock(states: Sequence[RankState | None], within_s: float = float("inf
     if any(s and _times_out_in_s(s) < within_s for s in states):
         return False
     waiting = {rank for rank, s in enumerate(states) if s and s.waits}
-    gone = {rank for rank, s in enumerate(states) if s and s.stage == "has returned"}
+    gone = {rank for rank, s in enumerate(states) if s and s.stage in ("has returned", STOPPED)}
     if not waiting or len(waiting) + len(gone) < len(states):
         return False
     while True:
@@ -49,8 +52,9 @@ def _cannot_go_on(states: Sequence[RankState | None], rank: int, others: set[int
     if not state.unfinished:
         return False
     oldest = state.unfinished[0]
-    missing = others.intersection(_missing(states, oldest))
-    return bool(missing) or _is_mismatch(_records(states, oldest).values())
+    stopped = {r for r in _members(states, oldest) if (s := states[r]) and s.stage == STOPPED}
+    awaited = stopped.union(_missing(states, oldest)) & others
+    return bool(awaited) or _is_mismatch(_records(states, oldest).values())
 
 
 def _missing_peer(states: Sequence[RankState | None], rank: int) -> set[int]:
@@ -78,7 +82,7 @@ def _missing_in_new_group(states: Sequence[RankState | None], state: RankState) 
         for rank in state.new_group
         if (other := states[rank])
         and other.new_group != state.new_group
-        and other.groups_made < state.groups_made
+        and (other.groups_made < state.groups_made or other.stage == STOPPED)
     }
 
 
@@ -116,6 +120,8 @@ def _times_out_in_s(state: RankState) -> float:
 def _describe(state: RankState | None, name_file: Callable[[str], str]) -> str:
     if state is None:
         return "did not answer: it is stopped, or in C code that holds Python's lock"
+    if state.stage == STOPPED:
+        return "is stopped, for example by SIGSTOP"
     if state.stage == "is starting":
         return "is starting: it's waiting until every rank has joined the process group"
     if state.stage == "has returned":
@@ -140,7 +146,7 @@ def _describe(state: RankState | None, name_file: Callable[[str], str]) -> str:
 
 def _explain_collectives(states: Sequence[RankState | None]) -> list[str]:
     """For the oldest unfinished collective of each rank: who has arrived, and who never came."""
-    silent = [rank for rank, s in enumerate(states) if s is None]
+    silent = [rank for rank, s in enumerate(states) if s is None or s.stage == STOPPED]
     lines = mismatches(states)
     for record in _oldest(states):
         records, missing = _records(states, record), _missing(states, record)
@@ -158,7 +164,7 @@ def _explain_collectives(states: Sequence[RankState | None]) -> list[str]:
                 "never came; every rank must call it, whether or not it is a member."
             )
             lines.extend([] if line in lines else [line])
-    if not any(s is None or s.waits or s.stage == "is starting" for s in states):
+    if not any(s is None or s.waits or s.stage in ("is starting", STOPPED) for s in states):
         lines.append("No rank is waiting for another: they may just need more time (timeout_s).")
     return lines
 
@@ -218,7 +224,9 @@ def _missing(states: Sequence[RankState | None], wanted: CollectiveRecord) -> li
     return [
         rank
         for rank in sorted(_members(states, wanted))
-        if (state := states[rank]) and state.last_number(wanted.group) < wanted.number
+        if (state := states[rank])
+        and state.stage != STOPPED
+        and state.last_number(wanted.group) < wanted.number
     ]
 
 

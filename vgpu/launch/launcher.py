@@ -86,7 +86,7 @@ def run(
     rank_output = RankOutput(nprocs, by_rank=output == "by rank")
     with RankProcesses(jobs, call, rank_output) as processes:
         try:
-            _follow(processes, START_LIMIT_S, lambda rank: rank.joined)
+            _follow(processes, START_LIMIT_S, lambda rank: rank.joined is not None)
             _follow(processes, timeout_s, lambda rank: rank.outcome is not None)
         except KeyboardInterrupt:
             where = hangs.explain(processes.ask_states(time_s=1), failures.name_file)

@@ -13,10 +13,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from vgpu.launch import guard
 from vgpu.launch.call_sites import RankState
 from vgpu.launch.forkserver import context, main_module_hidden
-from vgpu.launch.hangs import ranks_text
+from vgpu.launch.hangs import STOPPED, ranks_text
 from vgpu.launch.output import RankOutput
 from vgpu.launch.rank import Failure, Job, Joined, Result, function_path, main
 
@@ -34,7 +36,7 @@ class RankProcess:
     process: Any
     control: Connection
     output: Connection
-    joined: bool = False
+    joined: Joined | None = None
     outcome: Result | Failure | None = None
     state: RankState | None = None
     ended_ns: int | None = None
@@ -45,6 +47,16 @@ class RankProcess:
     @property
     def died(self) -> bool:
         return self.ended_ns is not None and self.outcome is None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped its process."""
+        if self.joined is None:
+            return False
+        try:
+            return psutil.Process(self.joined.pid).status() == psutil.STATUS_STOPPED
+        except psutil.NoSuchProcess:  # it has exited in the meantime
+            return False
 
     def send(self, message: object) -> None:
         # A dead rank receives nothing; its sentinel reports the death.
@@ -110,7 +122,7 @@ class RankProcesses:
         for rank in self.ranks:
             if rank.ended_ns is None and not isinstance(rank.outcome, Failure):
                 before[rank.rank] = rank.state
-                rank.state = None
+                rank.state = RankState(STOPPED) if rank.is_stopped else None
                 rank.send("state")
         until_s = time.monotonic() + time_s
         while time.monotonic() < until_s:
@@ -184,7 +196,7 @@ class RankProcesses:
             if isinstance(message, RankState):
                 rank.state = message
             elif isinstance(message, Joined):
-                rank.joined = True
+                rank.joined = message
             else:
                 rank.outcome = message
 

@@ -37,7 +37,6 @@ from vgpu.launch import guard
 from vgpu.launch.call_sites import count_messages, rank_state
 from vgpu.launch.forkserver import SOCKETS_FOLDER
 from vgpu.launch.output import redirect
-from vgpu.memory import gpus
 
 
 def _end_forkserver(folder: str, forkserver: int) -> None:
@@ -80,6 +79,9 @@ class Job:
 @dataclass
 class Joined:
     """The rank has joined its process group; the function starts."""
+
+    pid: int
+    """The rank's own process id; the parent may know only that of the guard above it."""
 
 
 @dataclass
@@ -261,7 +263,7 @@ def _outcome(rank: _Rank, job: Job) -> Result | Failure:
             function, args = pickle.load(file)
         kind = "raised"
         _join_group(job, rank.scratch)
-        rank.send(Joined())
+        rank.send(Joined(os.getpid()))
         rank.stage = "runs"
         value = function(job.rank, job.world_size, *args)
         rank.stage = "has returned"
@@ -349,7 +351,11 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(device, torch.device) and device.type == "vgpu":
             kind = "tensor" if isinstance(obj, torch.Tensor) else type(obj).__name__
             what = f"the device {device}" if obj is device else f"a {kind} on {device}"
-            raise TypeError(gpus.cannot_leave(what))
+            raise TypeError(
+                f"{what} cannot leave its process: each process has its own virtual GPUs, "
+                "or none. Send CPU tensors (tensor.cpu(), module.cpu()), and choose the device "
+                "where they arrive"
+            )
         return super().reducer_override(obj)
 
 

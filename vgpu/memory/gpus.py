@@ -281,14 +281,6 @@ def meant_by(device: Any) -> VirtualGPU:
     return gpu
 
 
-def cannot_leave(what: str) -> str:
-    """The message for something on a virtual GPU that was to be sent to another process."""
-    return (
-        f"{what} cannot leave its process: each process has its own virtual GPUs, or none. Send CPU "
-        "tensors (tensor.cpu(), module.cpu()), and choose the device where they arrive"
-    )
-
-
 def _no_such_device(index: int) -> Exception:
     if _count == 0:
         return RuntimeError("No VGPU GPUs are available: call vgpu.enable(count) first")

@@ -191,21 +191,22 @@ def refuse_tangents(values: Iterable[object]) -> None:
 
 
 _LAYER_NORM = torch.ops.aten.native_layer_norm.default
-_NAMES = {
-    torch.float16: "Half",
-    torch.bfloat16: "BFloat16",
-    torch.float32: "Float",
-    torch.float64: "Double",
-}
+_BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 
 
 def refuse_mixed_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """RuntimeError if weight or bias of a layer norm have another dtype than the input.
+    """RuntimeError if ``func`` is a norm that mixes dtypes in a way that no CUDA kernel supports."""
+    if func is _LAYER_NORM:
+        _refuse_mixed_layer_norm(func, args, kwargs)
+    elif func is _BATCH_NORM_BACKWARD:
+        _refuse_mixed_batch_norm(func, args, kwargs)
 
-    CUDA has no such kernel. If there's no row to normalize, it launches none.
+
+def _refuse_mixed_layer_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
+    """RuntimeError if weight or bias have another dtype than the input: CUDA has no such kernel.
+
+    If there's no row to normalize, CUDA launches no kernel.
     """
-    if func is not _LAYER_NORM:
-        return
     named = named_arguments(func, args, kwargs)
     input, shape = named["input"], named["normalized_shape"]
     for name in ("weight", "bias"):
@@ -219,3 +220,43 @@ def refuse_mixed_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
                 f"input's type on a GPU: the input is {input.dtype}, the {name} {other.dtype}. "
                 "Convert one of them, or compute under torch.autocast"
             )
+
+
+def _refuse_mixed_batch_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
+    """RuntimeError if CUDA's backward kernel requires other dtypes of parameters and statistics.
+
+    It's compiled for float32 parameters and statistics if the first of them, the weight, has another dtype
+    than the input, and otherwise for the input's dtype (``is_mixed_type`` in
+    ATen/native/cuda/Normalization.cu). The channels-last kernels, also used for (N, C), don't read running
+    statistics.
+    """
+    named = named_arguments(func, args, kwargs)
+    input, (of_input, *of_parameters) = named["input"], named["output_mask"]
+    channels_last = _CHANNELS_LAST.get(input.dim())
+    if (input.is_contiguous() and input.stride(1) == 1) or (
+        channels_last is not None and input.is_contiguous(memory_format=channels_last)
+    ):
+        return
+    if not of_input or not (named["train"] or any(of_parameters)):
+        return
+    names = ("weight", "running_mean", "running_var")
+    dtypes = {name: named[name].dtype for name in names if named[name] is not None}
+    expected = input.dtype
+    if next(iter(dtypes.values()), expected) is not expected and expected is not torch.float64:
+        expected = torch.float32
+    for name, dtype in dtypes.items():
+        if dtype is not expected:
+            raise RuntimeError(
+                f"Expected {name} to have type {_NAMES.get(expected, expected)} but got "
+                f"{_NAMES.get(dtype, dtype)}. A batch norm on a GPU needs parameters and running "
+                f"statistics of one type, its input's or float32; the input is {input.dtype}"
+            )
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_NAMES = {
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+    torch.float32: "Float",
+    torch.float64: "Double",
+}

@@ -1,18 +1,19 @@
-"""Save and load tensors on virtual GPUs.
+"""Save and load tensors on virtual GPUs, and send them to other processes.
 
 Files have the format of CUDA's checkpoints: storages are tagged with their device (``vgpu:1``), so
 ``map_location`` and ``weights_only=True`` work as usual, and a file can be read without this package if it's
 mapped to the CPU. A storage itself can't be on a virtual GPU: when it's loaded, it's marked, and tensors that
 are rebuilt from it are wrapped.
 
-Sending tensors to other processes through torch.multiprocessing is refused.
+With torch.multiprocessing, as with CUDA, a tensor arrives on the device that it was sent from, and shares its
+memory with the sender. The receiving process must have enabled virtual GPUs, and counts the bytes as its own.
 """
 
 import copyreg
 from collections import OrderedDict
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.multiprocessing import reductions
@@ -33,7 +34,7 @@ def install(changes: Changes) -> None:
     torch.serialization.register_package(*entry)
     changes.callback(torch.serialization._package_registry.remove, entry)
     table = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
-    changes.item(table, VirtualTensor, refuse_tensor)
+    changes.item(table, VirtualTensor, reduce_tensor)
     changes.item(table, torch.UntypedStorage, reduce_storage)
 
 
@@ -100,13 +101,55 @@ def wrapping(plain: Callable[..., Any]) -> Callable[..., Any]:
 # Other processes
 
 
-def refuse_tensor(tensor: VirtualTensor) -> NoReturn:
-    raise NotImplementedError(gpus.cannot_leave(f"a tensor on {tensor.device}"))
+def reduce_tensor(tensor: VirtualTensor) -> tuple[Any, ...]:
+    """How to send a tensor: a function that rebuilds it in the other process, and its arguments."""
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise RuntimeError(
+            "Cowardly refusing to serialize non-leaf tensor which requires_grad, since autograd "
+            "does not support crossing process boundaries. If you just want to transfer the data, "
+            "call detach() on the tensor before serializing (e.g., putting it on the queue)."
+        )
+    warn_if_has_hooks(tensor)
+    place = (tensor._gpu.index, tensor.requires_grad, isinstance(tensor, torch.nn.Parameter))
+    if tensor.layout is not torch.strided:
+        return _receive_copy, (tensor.detach().cpu(), *place)
+    values = tensor._inner.resolve_conj().resolve_neg()
+    rebuild_storage, args = reductions.reduce_storage(values.untyped_storage())
+    geometry = (values.dtype, values.storage_offset(), values.size(), values.stride())
+    return _receive, (rebuild_storage, args, geometry, *place)
+
+
+def _receive(
+    rebuild_storage: Callable[..., torch.UntypedStorage],
+    args: tuple[Any, ...],
+    geometry: tuple[Any, ...],
+    index: int,
+    *rest: bool,
+) -> torch.Tensor:
+    dtype, *where = geometry
+    gpu = gpus.by_index(index)
+    values = torch.empty(0, dtype=dtype, device="cpu").set_(rebuild_storage(*args), *where)
+    return _as_sent(wrap(values, gpu, "receive"), *rest)
+
+
+def _receive_copy(values: torch.Tensor, index: int, *rest: bool) -> torch.Tensor:
+    return _as_sent(wrap(values, gpus.by_index(index), "receive"), *rest)
+
+
+def _as_sent(tensor: torch.Tensor, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
 
 
 def reduce_storage(storage: torch.UntypedStorage) -> Any:
-    """``torch.multiprocessing``'s own; the storage of a virtual tensor would arrive on the CPU."""
-    block = getattr(storage, "_vgpu_block", None)
-    if block is not None:
-        raise NotImplementedError(gpus.cannot_leave(f"a storage on {block.memory.device}"))
+    """``torch.multiprocessing``'s own; RuntimeError for the storage of a virtual tensor.
+
+    It'd arrive as a storage on the CPU.
+    """
+    if hasattr(storage, "_vgpu_block"):
+        raise RuntimeError(
+            "the storage of a tensor on a virtual GPU cannot be sent to another process: "
+            "send the tensor itself"
+        )
     return reductions.reduce_storage(storage)

@@ -43,6 +43,24 @@ def test_statistics_are_float32_and_the_output_has_the_inputs_type(norm, dtype, 
     assert [(one.dtype, one.shape) for one in statistics] == [(torch.float32, rows)] * 2
 
 
+@pytest.mark.parametrize("block", [nullcontext, vgpu.shapes_only], ids=["values", "shapes"])
+@pytest.mark.parametrize("dtype", HALF)
+def test_batch_norm_of_mixed_types_fails_in_backward_as_on_cuda(dtype, block):
+    """``batch_norm_backward_cuda``: weights of the input's dtype, and statistics of another."""
+    with block():
+        norm = nn.BatchNorm2d(6, device="vgpu:0")
+        x = torch.randn(4, 6, 3, 3, device="vgpu:0", dtype=dtype, requires_grad=True)
+        norm(x).sum().backward()  # all of float32
+        for parameter in norm.parameters():
+            parameter.data = parameter.data.to(dtype)
+            parameter.grad = None
+        output = norm(x)
+        with pytest.raises(RuntimeError, match=r"Expected running_mean to have type \w+ but got"):
+            output.sum().backward()
+        norm(x.to(memory_format=torch.channels_last)).sum().backward()  # another kernel
+        norm.to(dtype)(x).sum().backward()  # all of one type
+
+
 def test_group_norm_keeps_the_inputs_type():
     """So does CUDA: param_scalar_type in ATen/native/group_norm.cpp is shared by both."""
     x = torch.randn(2, 6, 4, device="vgpu:0", dtype=torch.float16)
