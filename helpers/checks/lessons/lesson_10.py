@@ -88,7 +88,7 @@ def _rows_as_schedule(rows: Any, micro_batches: int) -> Schedule:
     return schedule
 
 
-@exercise("10.2", "Cut for the pace")
+@exercise("10.2", "Balance the stages")
 def layers_per_stage(answer: Callable[[list[float], int], Sequence[int]]) -> dict[str, str]:
     shown = {}
     for layer_times, devices in _unequal_networks():
@@ -165,7 +165,7 @@ def _unequal_networks() -> list[tuple[list[float], int]]:
     return networks
 
 
-@exercise("10.3", "A log that does not stop the GPUs")
+@exercise("10.3", "Log without stopping the GPUs")
 def all_losses(
     answer: Callable[[Callable[[Any], torch.Tensor], list[Any]], list[float]],
 ) -> dict[str, str]:
