@@ -89,8 +89,8 @@ BROKEN = [
         cell="sequence-proof",
         edits=[
             (
-                '"and sequence parallel": (sequence_plan, Shard(1))',
-                '"and sequence parallel": (plan, Replicate())',
+                '"with sequence parallel": (sequence_plan, Shard(1))',
+                '"with sequence parallel": (plan, Replicate())',
             )
         ],
     ),
