@@ -65,8 +65,8 @@ BROKEN = [
         expensive=True,
         edits=[
             (
-                '"and kept until the step ends": (True, False)',
-                '"and kept until the step ends": (True, True)',
+                '"kept until the step ends": (True, False)',
+                '"kept until the step ends": (True, True)',
             )
         ],
     ),
