@@ -64,7 +64,7 @@ def _judge_order(schedule: Schedule, micro_batches: int) -> str:
         )
     return (
         f"{simulated.makespan:g} units, {simulated.bubble:.0%} bubble, in flight {peaks}"
-        f" (GPipe {longest} units, {micro_batches} everywhere)"
+        f" (GPipe: {longest} units, {micro_batches} in flight everywhere)"
     )
 
 
@@ -83,7 +83,7 @@ def _rows_as_schedule(rows: Any, micro_batches: int) -> Schedule:
         raise Wrong(
             yours=str(schedule),
             expected=f"F0 to F{micro_batches - 1} and B0 to B{micro_batches - 1} in each row",
-            hint="Each stage runs each micro-batch forward and backward, whole, and nothing else.",
+            hint="Each stage runs each micro-batch forward once and backward once, and nothing else.",
         )
     return schedule
 
