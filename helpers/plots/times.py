@@ -126,7 +126,7 @@ def split_times(timelines: Mapping[str, Timeline], message: str) -> None:
         f"{name}: {1e3 * whole:.2f} ms, {part / whole:.0%} of it in collectives"
         for name, (whole, part) in zip(names[::-1], parts[::-1], strict=True)
     )
-    show(fig, f"Bars of the time of a layer and the collectives' share in it. {summary}.")
+    show(fig, f"Bars of a layer's time, and how much of it the collectives take. {summary}.")
 
 
 def parts_of(timeline: Timeline) -> tuple[float, float]:

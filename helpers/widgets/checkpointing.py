@@ -61,7 +61,7 @@ def run_table(plain: Run, run: Run) -> Table:
             f"{run.segments} segment{'s' if run.segments > 1 else ''}",
             format_bytes(run.record.peak.total_bytes),
             f"{saved:.0%}",
-            f"{sum(run.calls)}, {run.recomputed} of them again",
+            f"{sum(run.calls)}, {run.recomputed} of them recomputed",
         ),
     ]
     return Table((f"{run.depth} layers", "peak", "saved", "forward calls of layers"), rows)

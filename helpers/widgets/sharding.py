@@ -102,7 +102,7 @@ def show_answer(model: str, gpus: int, way: str, gpu: str) -> None:
     plots.held_by_cause(
         {name: each.held for name, each in result.items()},
         capacity_bytes=vgpu.PRESETS[gpu].memory_bytes,
-        message=f"Llama {model} on {gpus} GPUs; dashed, one {gpu}",
+        message=f"Llama {model} on {gpus} GPUs; dashed: one {gpu}",
         how="16 bytes per parameter, and two gathered blocks; no activations",
     )
     display(answer_table(result[way], gpus, gpu))
@@ -116,7 +116,7 @@ def sharding_explorer() -> ipywidgets.Widget:
             options=list(vgpu.PRESETS), value="H100", description="on GPUs of"
         ),
         "gpus": steps("GPUs", [2**power for power in range(11)], 64),
-        "way": ipywidgets.Dropdown(options=list(WAYS), value=WAYS[3], description="cut"),
+        "way": ipywidgets.Dropdown(options=list(WAYS), value=WAYS[3], description="shard"),
     }
     few = {"gpu": ("H100", "H200"), "gpus": (8, 16, 64, 512)}
     return explorer(show_answer, controls, few, per_row=2)

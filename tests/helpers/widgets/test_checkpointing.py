@@ -26,7 +26,7 @@ def test_the_last_segment_takes_the_remaining_layers(gpu):
 
 def test_the_table_shows_bytes_and_calls(gpu):
     table = run_table(run_step(4, 1, gpu), run_step(4, 2, gpu))
-    assert table.rows[0][3] == 4 and table.rows[1][3] == "6, 2 of them again"
+    assert table.rows[0][3] == 4 and table.rows[1][3] == "6, 2 of them recomputed"
     assert table.rows[1][0] == "2 segments" and table.rows[1][2].endswith("%")
 
 

@@ -59,8 +59,8 @@ BROKEN = [
         "plain tensor parallelism in its place",
         expensive=True,
         cell="sequence-proof",
-        old='"and sequence parallel": (sequence_plan, Shard(1))',
-        new='"and sequence parallel": (plan, Replicate())',
+        old='"with sequence parallel": (sequence_plan, Shard(1))',
+        new='"with sequence parallel": (plan, Replicate())',
     ),
     Broken(
         "G07",

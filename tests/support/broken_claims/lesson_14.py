@@ -48,8 +48,8 @@ BROKEN = [
         "H04",
         "nothing is kept",
         expensive=True,
-        old='"and kept until the step ends": (True, False)',
-        new='"and kept until the step ends": (True, True)',
+        old='"kept until the step ends": (True, False)',
+        new='"kept until the step ends": (True, True)',
     ),
     Broken(
         "H05",

@@ -84,7 +84,10 @@ WRONG = {
             _TOKENS.format("2 * (gpus - 1) / gpus * flop_per_s / bytes_per_s"),
             "Twice as many as needed",
         ),
-        (_TOKENS.format("(gpus - 1) / gpus * flop_per_s / bytes_per_s / 2"), "Half of it"),
+        (
+            _TOKENS.format("(gpus - 1) / gpus * flop_per_s / bytes_per_s / 2"),
+            "Half the right number",
+        ),
         (_TOKENS.format("flop_per_s / bytes_per_s"), "already has its own part"),
         (_TOKENS.format("(gpus - 1) / gpus * flop_per_s / bytes_per_s / 3"), "Forward alone"),
         (_TOKENS.format("bytes_per_s / flop_per_s"), "times the right number"),

@@ -115,7 +115,7 @@ WRONG = {
         ("def attend(query, blocks):\n    return query.sum()", "the query's shape"),
     ],
     "14.3": [
-        ("def balanced(rank, ranks):\n    return 2 * rank, 2 * rank + 1", "one of the early"),
+        ("def balanced(rank, ranks):\n    return 2 * rank, 2 * rank + 1", "an early one"),
         ("def balanced(rank, ranks):\n    return rank, 2 * ranks - rank", "no rank holds"),
         ("def balanced(rank, ranks):\n    return rank", "Return the numbers of two chunks"),
     ],
