@@ -39,7 +39,7 @@ def split_sizes(
     axes.minorticks_off()
     axes.set(
         ylim=(0, 1.08 * max(*predicted_s.values(), *published_s.values())),
-        xlabel="split size (images in a piece)",
+        xlabel="split size (images per piece)",
         ylabel="3 batches (s)",
     )
     legend_beside(axes, fontsize=9)
@@ -63,12 +63,12 @@ def parts_of_time(timelines: Mapping[int, Timeline]) -> None:
         heights = {name: [part[name] for part in parts] for name in _PART_COLORS}
         stacked_bars(axes, range(len(sizes)), heights, _PART_COLORS, width=0.8)
         axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-        axes.set_xlabel("split size (images in a piece)")
+        axes.set_xlabel("split size (images per piece)")
         axes.set_title(str(device), fontsize=10)
     panels[0].set_ylabel("one batch (s)")
     legend_beside(panels[-1], fontsize=9)
     gpu = timelines[sizes[0]].gpu
-    headline(fig, "Large pieces idle, small pieces compute longer", f"virtual time, {gpu}")
+    headline(fig, "Large pieces leave GPUs idle, small ones compute longer", f"virtual time, {gpu}")
     ends = []
     for size in (sizes[0], sizes[-1]):
         parts = [_parts(timelines[size], device) for device in devices]
