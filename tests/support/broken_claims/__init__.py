@@ -42,7 +42,7 @@ class Broken:
     cell: str = ""
     # Ids of cells that it needs although it doesn't use their names: they change an object.
     needs: Sequence[str] = ()
-    # Takes a second or more, while other breaks in the lesson don't: make test-all tries this one.
+    # Takes more than a few seconds: only make test-all tries it.
     expensive: bool = False
     # Must be in "<type>: <message>" of the error that the proving cell raises.
     error: str = "AssertionError"

@@ -9,6 +9,7 @@ BROKEN = [
     Broken(
         "A32",
         "a model without an ordinal goes to the second GPU",
+        expensive=True,
         old="DigitsCNN().to(device.type)",
         new="DigitsCNN().to(gpus[1])",
         shorter=SHORT,
@@ -16,6 +17,7 @@ BROKEN = [
     Broken(
         "A34",
         "the file comes from the first GPU",
+        expensive=True,
         old="model.to(gpus[1]).state_dict()",
         new="model.to(gpus[0]).state_dict()",
         shorter=SHORT,
@@ -33,6 +35,7 @@ BROKEN = [
     Broken(
         "A34",
         "nothing is refused",
+        expensive=True,
         old='"gift.pt", weights_only=weights_only)',
         new='"gift.pt", weights_only=False)',
         shorter=SHORT,

@@ -6,6 +6,7 @@ BROKEN = [
     Broken(
         "C01",
         "the source's tensor is not sent",
+        expensive=True,
         cell="one-to-all-figure",
         old="    dist.broadcast(tensor, src=0)\n",
         new="",
@@ -13,6 +14,7 @@ BROKEN = [
     Broken(
         "C01",
         "nobody waits at the barrier",
+        expensive=True,
         cell="barrier-run",
         old="    dist.barrier()\n    return came_s",
         new="    return came_s",
@@ -28,6 +30,7 @@ BROKEN = [
     Broken(
         "C03",
         "the ranks do not meet: each has a world of its own",
+        expensive=True,
         cell="by-hand-run",
         old="init_method=meeting_point, rank=rank, world_size=world_size",
         new='init_method=f"{meeting_point}-{rank}", rank=0, world_size=1',
@@ -35,6 +38,7 @@ BROKEN = [
     Broken(
         "C04",
         "the rank without losses adds nothing, and comes",
+        expensive=True,
         cell="hang-asserted",
         old="        return None  # nothing to add here",
         new="        mine = torch.zeros(1)",

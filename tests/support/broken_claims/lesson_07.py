@@ -3,7 +3,7 @@
 from broken_claims import Broken
 
 BY_HAND = {"claim": "C07", "cell": "compare-by-hand"}
-REAL = {"claim": "C07", "cell": "run-the-real-one"}
+REAL = {"claim": "C07", "cell": "run-the-real-one", "expensive": True}
 REAL_RUN = 'enumerate(launch.run(on_a_rank, world_size, DDP, gpu="V100"))'
 # The resumed run doesn't show that four epochs are enough.
 _TWO_EPOCHS = [
@@ -70,6 +70,7 @@ BROKEN = [
     Broken(
         "C14",
         "batch norm is not converted",
+        expensive=True,
         cell="sync-by-hand",
         old="nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3)).to(gpu)",
         new="nn.BatchNorm1d(3).to(gpu)",
@@ -85,6 +86,7 @@ BROKEN = [
     Broken(
         "C15",
         "inputs stay where they are",
+        expensive=True,
         cell="device-ids-error",
         old="device_ids=[gpu.index] if ids else None",
         new="device_ids=None",
@@ -93,6 +95,7 @@ BROKEN = [
     Broken(
         "C15",
         "every rank uses every branch",
+        expensive=True,
         cell="find-unused-works",
         old="return self.branches[which](x)",
         new="return sum(branch(x) for branch in self.branches)",
@@ -100,6 +103,7 @@ BROKEN = [
     Broken(
         "C16",
         "no barrier before the file is read",
+        expensive=True,
         cell="with-the-barrier",
         old="    if wait:\n        dist.barrier()\n",
         new="",
@@ -108,6 +112,7 @@ BROKEN = [
     Broken(
         "C16",
         "the wrapper is saved",
+        expensive=True,
         cell="with-the-barrier",
         old="torch.save(parallel.module.state_dict(), path)",
         new="torch.save(parallel.state_dict(), path)",
@@ -123,6 +128,7 @@ BROKEN = [
     Broken(
         "C18",
         "the ranks have equally many batches",
+        expensive=True,
         cell="unequal-hang",
         old="    for _ in range(3 + rank):\n        model(x)",
         new="    for _ in range(3):\n        model(x)",

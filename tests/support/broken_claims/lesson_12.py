@@ -23,6 +23,7 @@ BROKEN = [
     Broken(
         "F03",
         "the second half is left out",
+        expensive=True,
         old="        dist.all_gather_single(joined, part)",
         new="        joined[: len(part)] = part",
     ),
@@ -103,6 +104,7 @@ BROKEN = [
     Broken(
         "F11",
         "the optimizer is made after fully_shard",
+        expensive=True,
         old="optimizer = early if optimizer_first else make_adam(net.parameters())",
         new="optimizer = make_adam(net.parameters())",
     ),

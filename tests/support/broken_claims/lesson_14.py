@@ -54,12 +54,14 @@ BROKEN = [
     Broken(
         "H05",
         "what was summed does not shrink when a higher score comes",
+        expensive=True,
         old="shrink * total + weights.sum(-1, keepdim=True), shrink * output + weights @ values",
         new="total + weights.sum(-1, keepdim=True), output + weights @ values",
     ),
     Broken(
         "H05",
         "gradients stay with the last rank that they reached",
+        expensive=True,
         old="            add_gradients(saved, query[i], keys, values, same, grad_query[i], *grads)\n"
         "        moving = pass_on(moving)",
         new="            add_gradients(saved, query[i], keys, values, same, grad_query[i], *grads)\n"

@@ -6,12 +6,14 @@ BROKEN = [
     Broken(
         "L01",
         "nobody comes late",
+        expensive=True,
         old="time.sleep(0.1 if rank == 1 else 0)",
         new="time.sleep(0.1 if rank == 0 else 0)",
     ),
     Broken(
         "L02",
         "ranks keep the numbers of their arrows",
+        expensive=True,
         old='row["id"] = row["id"] * len(traces) + rank',
         new="pass",
     ),

@@ -12,6 +12,7 @@ BROKEN = [
     Broken(
         "J02",
         "the weights are never in bfloat16",
+        expensive=True,
         old='net.to(torch.bfloat16 if way == "bfloat16" else torch.float32)',
         new="net.float()",
     ),
@@ -24,6 +25,7 @@ BROKEN = [
     Broken(
         "J03",
         "each rank looks at the whole sum",
+        expensive=True,
         old="found = shard.isinf().any().float()",
         new="found = everywhere.isinf().any().float()",
     ),
@@ -31,6 +33,7 @@ BROKEN = [
     Broken(
         "J04",
         "partial sums are not rounded",
+        expensive=True,
         old="        total = total + part  # rounded to the type of the parts",
         new="        total = total.float() + part",
         further=[("    return total\n", "    return total.to(parts.dtype)\n")],
@@ -38,12 +41,14 @@ BROKEN = [
     Broken(
         "J05",
         "both ways travel in float32",
+        expensive=True,
         old="mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)",
         new="mp_policy=MixedPrecisionPolicy()",
     ),
     Broken(
         "J05",
         "DDP has no hook",
+        expensive=True,
         old="            model.register_comm_hook(None, bf16_compress_hook)",
         new="            pass",
     ),
@@ -62,12 +67,14 @@ BROKEN = [
     Broken(
         "J08",
         "the largest numbers are added",
+        expensive=True,
         old="            dist.all_reduce(largest, dist.ReduceOp.MAX)\n    scale",
         new="            dist.all_reduce(largest)\n    scale",
     ),
     Broken(
         "J09",
         "each rank casts with its own scale",
+        expensive=True,
         old="            dist.all_reduce(largest, dist.ReduceOp.MAX)\n            scale",
         new="            scale",
     ),

@@ -13,12 +13,14 @@ BROKEN = [
     Broken(
         "K01",
         "the cache is never used",
+        expensive=True,
         old="        if not keep:  # forget",
         new="        if True:  # forget",
     ),
     Broken(
         "K02",
         "every query head has a key",
+        expensive=True,
         old="on_paper = 2 * LETTERS.layers * heads",
         new="on_paper = 2 * LETTERS.layers * LETTERS.heads",
     ),
