@@ -120,8 +120,8 @@ def main() -> str:
             "## Starting ranks",
             "",
             "Seconds from the call until every rank has joined a gloo group, taken part in one "
-            f"all_reduce and ended. Later: the median of {LATER_CALLS} calls in the same process; "
-            f"the last column divides it by that of launch.run.{missing}",
+            f"all_reduce and ended. Later calls: the median of {LATER_CALLS} in the same process; the "
+            f"last column divides it by launch.run's.{missing}",
             "",
             "| ranks | started by | first call, s | later calls, s | times launch.run |",
             "|---|---|---|---|---|",

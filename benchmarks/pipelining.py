@@ -119,15 +119,15 @@ def main() -> str:
         [
             "## Pipelining on two processes",
             "",
-            "One training step without its update, two stages on two processes of one thread each "
-            f"({LAYERS} layers of width {WIDTH} a stage, {ROWS} rows a micro-batch), with "
-            "torch.distributed.pipelining over gloo, against the same stages in turn, one "
-            f"micro-batch at a time. Medians of {REPEATS} repeats; times faster: of each repeat, "
-            "the ratio within it; the middle half of the ratios beside it. The bound is "
-            "2 m / (m + 1), without any copy, on two idle cores. Machine: how many times faster "
-            "the same two stages compute beside each other than one by one, without sending "
-            "anything, measured in the same repeats; two idle cores give 2, and less when others "
-            "use them. Load: processes that wanted a core in the minute before.",
+            "One training step without its update, with two stages on two processes of one thread "
+            f"each ({LAYERS} layers of width {WIDTH} per stage, {ROWS} rows per micro-batch): "
+            "torch.distributed.pipelining over gloo is compared with running the same stages in turn, "
+            f"one micro-batch at a time. Times are medians of {REPEATS} repeats. Times faster: the "
+            "median of the ratios within each repeat, followed by the middle half of these ratios. The "
+            "bound is 2 m / (m + 1), on two idle cores and without any copy. Machine: how many times "
+            "faster the same two stages compute at the same time than one after the other, without "
+            "sending anything, measured in the same repeats; two idle cores give 2, and less when "
+            "other programs use them. Load: processes that wanted a core in the minute before.",
             "",
             "| micro-batches | schedule | in turn, ms | pipeline, ms | times faster | middle half "
             "| bound | machine | load |",

@@ -101,38 +101,40 @@ PIPELINES = (Pipelined(1, 100, 82.5), Pipelined(2, 128, 72.7))
 _MICRO_BATCHES = (8, 32)
 _PIPELINES = (
     "Llama 405B on 512 GPUs (FSDP 8 × TP 8 × PP 8, batch 32, full checkpoints, compile): 1F1B, and "
-    "interleaved 1F1B with two chunks. Both were published with float8 and asynchronous tensor "
-    "parallelism only, so what is compared is the ratio of the two. How many micro-batches they took "
-    "was not published; 8, as many as stages, was torchtitan's default at the commit that the table "
-    "names (`pipeline_parallel_microbatches` in torchtitan/config_manager.py, 9dec370), and 32 are as "
-    "many as a batch of 32 allows."
+    "interleaved 1F1B with two chunks. Both were published only with float8 and asynchronous tensor "
+    "parallelism, so we compare the ratio of the two. The number of micro-batches wasn't published; 8, "
+    "as many as stages, was torchtitan's default at the commit that the table names "
+    "(`pipeline_parallel_microbatches` in torchtitan/config_manager.py, 9dec370), and 32 is the most "
+    "that a batch of 32 allows."
 )
 _FLOAT8 = (
-    "float8 is not predicted here (the section on float8 does it for 8B and 70B). It made 70B 1.44 "
-    "times as fast and 8B 1.16 times, with asynchronous tensor parallelism in both (942 beside 652 "
-    "tokens/s/GPU, 5,570 beside 4,809; the same file), so bfloat16 should lie about as far below what was published of 405B. With asynchronous tensor "
-    "parallelism it is predicted at"
+    "float8 isn't predicted here (the section on float8 does that for 8B and 70B). It made 70B 1.44 "
+    "times as fast and 8B 1.16 times, both with asynchronous tensor parallelism (942 instead of 652 "
+    "tokens/s/GPU, 5,570 instead of 4,809; the same file), so bfloat16 should be about as far below the "
+    "published figures for 405B. With asynchronous tensor parallelism, it's predicted at"
 )
 _NOT_KEPT = (
-    "What is missing of the GiB may in part be what PyTorch itself kept at the end of 2024: a "
-    "buffer to receive each micro-batch in, from the start of a step to its end, and each stage's "
-    "outputs until their backward passes, twice as often where a rank has two chunks "
-    "(`_prepare_forward_infra` in torch/distributed/pipelining/stage.py, torch 2.6). Today's "
-    "PyTorch keeps neither, and neither does this prediction."
+    "Part of the missing memory may be what PyTorch itself kept at the end of 2024: a buffer to "
+    "receive each micro-batch, from the start of a step to its end, and each stage's outputs until "
+    "their backward passes, both twice where a rank has two chunks (`_prepare_forward_infra` in "
+    "torch/distributed/pipelining/stage.py, torch 2.6). Today's PyTorch keeps neither, nor does this "
+    "prediction."
 )
 _PIECES = (
-    "The gain is overestimated, and the pairs are not to blame: PyTorch's own pass, run over a block "
-    "compiled for eight ranks, finds the same ones, with the same copies for the gradients of weights "
-    "(`vgpu/time/compiler_passes.py` says what else it makes, some 1 % of a step). It is "
-    "the steps without it that stand out. Wherever a change leaves less of a step to anything but "
-    "products and attention, the prediction becomes too fast, by torch.compile as by this:"
+    "The gain is overestimated, but not because other pairs of collectives and products overlap here: "
+    "PyTorch's own pass, run on a block compiled for eight ranks, finds the same pairs, with the same "
+    "copies for the gradients of weights (`vgpu/time/compiler_passes.py` lists what else it makes, about "
+    "1 % of a step). It's the steps without asynchronous tensor parallelism that stand out. Whenever a "
+    "change leaves less of a step to anything but products and attention, the prediction becomes too "
+    "fast, with torch.compile as with this:"
 )
 _POWER = (
-    "The likely reason, which no published clock proves: these GPUs were held to 500 W of their 700 "
-    "(torchtitan says so, and that more could be faster), and the denser the products, the lower the "
-    "clock. It would have to be modeled by what runs, from measured power; here it is one clock, which "
-    "the first row sets. What is left out besides and could cost some of the gain: copies take memory "
-    "bandwidth from the products beside them, and ranks wait for one another between pieces."
+    "The likely reason, although no published clock proves it: these GPUs were limited to 500 W of their "
+    "700 W (torchtitan says so, and that more could be faster), and the denser the products, the lower "
+    "the clock. To model that, one would need the measured power of whatever runs; here there is one "
+    "clock, set by the first row. Two more things are left out that could cost some of the gain: copies "
+    "take memory bandwidth from the products that run at the same time, and ranks wait for one another "
+    "between pieces."
 )
 
 
@@ -151,14 +153,14 @@ def main() -> str:
         "## Published training runs, predicted",
         "",
         "Llama 3.1 with PyTorch's own FSDP2 and tensor parallelism on H100s (torchtitan, December "
-        "2024 and June 2025); how stands at the head of `benchmarks/published.py`. Fitted to the "
+        "2024 and June 2025); the head of `benchmarks/published.py` explains the method. Fitted to the "
         f"first row: arithmetic reaches {share:.3f} of the peak on the mean GPU. Times of products "
         f"differ by {SPREAD:.1%} from GPU to GPU (the standard deviation on 392 V100s of one cluster), "
-        "and all wait for the slowest. The trivial predictor gives every "
-        "row the first row's FLOP/s. Memory is what PyTorch's allocator reserves, from a replay of "
-        "every allocation, beside what tensors take at most. The PyTorch that runs here counts too: from 2.15 "
-        "on FSDP2 casts gradients to float32 while it lays them out for their reduce-scatter, where 2.14.1 "
-        "takes a kernel more, and the first row is met with 0.586.",
+        "and all GPUs wait for the slowest. The trivial predictor gives every row the first row's FLOP/s. "
+        "Memory is what PyTorch's allocator reserves, from a replay of every allocation; the last column "
+        "is the most that tensors take. The version of PyTorch matters, too: since 2.15, FSDP2 casts "
+        "gradients to float32 while it arranges them for their reduce-scatter; 2.14.1 takes one more "
+        "kernel, and 0.586 is fitted.",
         "",
         "| model | GPUs | layout, batch, checkpoints | compile | tokens/s/GPU, published | predicted "
         "| error | trivial | GiB reserved, published | predicted | error | GiB allocated, predicted |",
@@ -252,7 +254,9 @@ def pipelines(costs: dict[str, float]) -> list[str]:
         "| micro-batches | | tokens/s/GPU, 1F1B | interleaved | ratio | GiB, 1F1B | interleaved | "
         "ratio |",
         "|---|---|---|---|---|---|---|---|",
-        _compared("not said", "published", *((p.tokens_per_s, p.reserved_gib) for p in PIPELINES)),
+        _compared(
+            "not stated", "published", *((p.tokens_per_s, p.reserved_gib) for p in PIPELINES)
+        ),
     ]
     off = []
     for count in _MICRO_BATCHES:
@@ -290,14 +294,15 @@ def _few_and_many(found: dict[Row, Step]) -> str:
     taken, taken_by_few = {"collective_processors": 16}, {"collective_processors": 24}
     slow = {**taken, "network_share": 0.2}
     return (
-        f"A step on 128 GPUs hides its gathers as one on 8 does, and each updates fewer parameters: "
-        f"were all GPUs alike, it would be {slower(alike, alike)}. Waiting for the slowest of 128 in "
-        f"place of 8 makes it {slower()}, where {many.tokens_per_s / few.tokens_per_s - 1:+.1%} was "
-        "published. NCCL's kernels take multiprocessors from those that they run beside: with 24 of "
-        "132 on 8 GPUs, as NCCL prints, and 16 on 128, two for each adapter, it is "
-        f"{slower(taken_by_few, taken)}. The rest may be the network, of which 0.8 are assumed: with "
-        f"0.2 it is {slower(taken_by_few, slow)}. That is 80 GB/s, and one cluster measured 69 on 8 "
-        "hosts and 55 on 16 (all-gather; Ultra-Scale Playbook, 2025)."
+        f"A step on 128 GPUs hides its gathers as one on 8 does, and each GPU updates fewer parameters. "
+        f"If all GPUs were alike, the speed per GPU would change by {slower(alike, alike)}. Waiting for "
+        f"the slowest of 128 instead of 8 makes it {slower()}; "
+        f"{many.tokens_per_s / few.tokens_per_s - 1:+.1%} was published. NCCL's kernels take "
+        "multiprocessors from the kernels that they run alongside: with 24 of 132 on 8 GPUs, as NCCL "
+        f"prints, and 16 on 128, two for each adapter, it's {slower(taken_by_few, taken)}. The rest may be "
+        "the network, which is assumed to reach 0.8 of its bandwidth: with 0.2, it's "
+        f"{slower(taken_by_few, slow)}. That's 80 GB/s; one cluster measured 69 on 8 hosts and 55 on 16 "
+        "(all-gather; Ultra-Scale Playbook, 2025)."
     )
 
 
@@ -306,8 +311,9 @@ def _own_time() -> str:
     begin_s = time.process_time()
     predict(Row("8B", 512, 1, 2, "selective", False, 0.0).plan)
     return (
-        f"8B as one of 512, two steps of which one is recorded, took {time.process_time() - begin_s:.1f} "
-        "s of one core here, the model and the replay of its memory included."
+        f"8B as one rank of 512, two steps of which one is recorded, took "
+        f"{time.process_time() - begin_s:.1f} s of one core here, including building the model and "
+        "replaying its memory."
     )
 
 

@@ -162,8 +162,8 @@ def main(path: Path = ROWS) -> str:
         [
             "## FSDP trainings, predicted",
             "",
-            "Tokens/s a GPU; how stands at the head of `benchmarks/published_fsdp.py`. The trivial "
-            "predictor gives every row the fitted row's FLOP/s, recomputation counted. " + _SEEN,
+            "Tokens/s per GPU; the head of `benchmarks/published_fsdp.py` explains the method. The trivial "
+            "predictor gives every row the fitted row's FLOP/s, counting recomputation. " + _SEEN,
             "",
             f"MPT (llm-foundry), {path.stem}:",
             "",
@@ -180,17 +180,18 @@ def main(path: Path = ROWS) -> str:
 
 _SEEN = (
     "The model's other figures (the speed of Triton's attention on an H100, what NCCL's kernels take from "
-    "those beside them, and which row is fitted) were chosen with these rows in view, so the errors are "
-    "not those of rows that it has never seen."
+    "those that run alongside, and which row is fitted) were chosen with these rows in view, so these "
+    "aren't errors on unseen rows."
 )
 _WHY = (
-    "30b with sequences of 8192 on eight GPUs is furthest off: parameters, gradients and optimizer take "
-    "60 of the 80 GB there, so PyTorch's allocator may have had to free and ask again; unexplained. "
-    "From 128 to 512 GPUs 3b lost 7.5 %, of which the slowest GPU and multiprocessors that NCCL takes "
-    "explain a third. A latency of 40 µs a step of the ring, ten times NCCL's own figure and what the "
-    "all-gathers of the Ultra-Scale Playbook come to (250 GB/s on one host, 11 on 64: 38 µs a step, and "
-    "300 GB/s), explains as much again; it isn't in the model. Hosts that are slow may be the rest "
-    "(Jiang et al., 2024, MegaScale: 0.5 % of them, by 10 %)."
+    "The largest error, for 30b with sequences of 8192 on eight GPUs, is unexplained: parameters, "
+    "gradients and optimizer state take 60 of the 80 GB there, so PyTorch's allocator may have had to free "
+    "memory and ask for it again. From 128 to 512 GPUs, 3b lost 7.5 %. The slowest GPU, and the "
+    "multiprocessors that NCCL takes, explain a third of that. A latency of 40 µs per step of the ring "
+    "would explain another third, but it isn't in the model: it's ten times NCCL's own figure, and what "
+    "the all-gathers of the Ultra-Scale Playbook amount to (250 GB/s on one host, 11 on 64: 38 µs per "
+    "step, and 300 GB/s). The rest may be slow hosts (Jiang et al., 2024, MegaScale: 0.5 % of them are "
+    "slower by 10 %)."
 )
 
 
@@ -203,9 +204,9 @@ def _table(rows: list[Row], fitted: Row, **costs: object) -> list[str]:
     )
     lines = [
         f"Fitted to {fitted.name} with sequences of {fitted.plan.sequence} on "
-        f"{fitted.plan.layout.ranks}: arithmetic reaches {share:.3f}. Mean error {mean(errors):.1%}, the "
-        f"trivial predictor's {mean(trivial):.1%}. Of {pairs} pairs that differ by 3 % or more, "
-        f"{ordered:.1%} come out in their order.",
+        f"{fitted.plan.layout.ranks} GPUs: arithmetic reaches {share:.3f}. The mean error is "
+        f"{mean(errors):.1%}, the trivial predictor's {mean(trivial):.1%}. Of {pairs} pairs that differ by "
+        f"3 % or more, {ordered:.1%} are predicted in the right order.",
         "",
         "| model | sequence | GPUs | batch | recompute | published | predicted | error | trivial |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -54,9 +54,8 @@ TABLE_5 = (
 
 
 _SMALL = (
-    "Waves that do not fill the A100 cost the narrow layers as the wide ones a few percent at most. "
-    "What makes wide layers faster is that their sums are longer, so that less is written for the "
-    "same FLOPs."
+    "Waves that don't fill the A100 cost narrow and wide layers alike a few percent at most. Wide layers "
+    "are faster because their sums are longer, so less is written for the same FLOPs."
 )
 
 
@@ -92,12 +91,12 @@ def main() -> str:
     lines = [
         "## Megatron-LM's training runs, predicted",
         "",
-        "TFLOP/s a GPU on A100s (Narayanan et al., 2021), with what is computed again; how stands at "
-        "the head of `benchmarks/published_megatron.py`. Fitted to the first and the last row: "
+        "TFLOP/s per GPU on A100s (Narayanan et al., 2021), counting recomputation; the head of "
+        "`benchmarks/published_megatron.py` explains the method. Fitted to the first and the last row: "
         f"arithmetic reaches {shares.arithmetic:.3f} of its peak and memory {shares.memory:.3f}. "
         f"Fitted to the first row alone: arithmetic {first.arithmetic:.3f}, memory {first.memory:.1f} "
-        f"as assumed. Times of products differ by {SPREAD:.1%} from GPU to GPU, and all wait for the "
-        "slowest. The trivial predictor gives every row the first row's.",
+        f"as assumed. Times of products differ by {SPREAD:.1%} from GPU to GPU, and all GPUs wait for "
+        "the slowest. The trivial predictor gives every row the first row's TFLOP/s.",
         "",
         "| parameters, 10⁹ | TP × PP (chunks), batch/micro-batch | GPUs | published | predicted | "
         "error | from the first row alone | error | trivial |",
@@ -135,19 +134,18 @@ def _furthest(errors: list[float], shares: Shares) -> str:
     error, row = max(zip(errors, ROWS, strict=True), key=lambda pair: abs(pair[0]))
     plain = tera(row.run._replace(chunks=1), shares)
     return (
-        f"The row of {row.name} is furthest off, by {error:+.1%}: {row.run.chunks} chunks a rank "
-        f"shorten its bubble, and nothing else here tells it from its neighbors. With one chunk it is "
-        f"predicted at {plain:.0f}, {plain / row.tera - 1:+.1%}. So what interleaving cost there, in "
-        "messages that wait for one another or in smaller pieces of work, is what would have to be "
-        "modeled."
+        f"The row of {row.name} has the largest error, {error:+.1%}: {row.run.chunks} chunks per rank "
+        f"shorten its bubble, and nothing else here distinguishes it from its neighbors. With one chunk, "
+        f"the prediction is {plain:.0f}, {plain / row.tera - 1:+.1%}. So what the model lacks is what "
+        "interleaving cost there, in messages that wait for one another or in smaller pieces of work."
     )
 
 
 def _table_5(shares: Shares) -> list[str]:
     lines = [
-        "Seconds a step with the same shares, full recomputation, and sequence parallelism with "
-        "selective recomputation (Korthikanti et al., 2022). The trivial predictor gives every row "
-        "the FLOP/s of the table above.",
+        "Seconds per step with the same shares: with full recomputation, and with sequence parallelism "
+        "and selective recomputation (Korthikanti et al., 2022). The trivial predictor gives every row "
+        "the same FLOP/s as in the table above.",
         "",
         "| parameters, 10⁹ | full, published | predicted | error | trivial | selective, published | "
         "predicted | error | trivial | times faster, published | predicted |",
@@ -176,7 +174,7 @@ def _table_5(shares: Shares) -> list[str]:
 
 def _mean(errors: list[float], trivial: list[float]) -> str:
     ours, theirs = (sum(map(abs, all_)) / len(all_) for all_ in (errors, trivial))
-    return f"mean error {ours:.1%}; of the trivial predictor {theirs:.1%}."
+    return f"mean error {ours:.1%}, the trivial predictor's {theirs:.1%}."
 
 
 if __name__ == "__main__":

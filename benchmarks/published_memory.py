@@ -165,7 +165,7 @@ def main() -> str:
         lines.append(f"| {row.name} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        "GB of each of 64 GPUs for 7.5 billion parameters (ZeRO, Rajbhandari et al., 2020):",
+        "GB on each of 64 GPUs for 7.5 billion parameters (ZeRO, Rajbhandari et al., 2020):",
         "",
         "| sharded | published | counted |",
         "|---|---|---|",

@@ -37,9 +37,9 @@ MOVED: tuple[dict[str, float], ...] = (
 Costs = dict[str, float]  # fields of CostModel
 
 LEFT_OUT = (
-    "Left out: first runs, which load libraries and allocate (the published means of ten hold one "
-    "each), small kernels that do not fill the GPU, the algorithm that cuDNN picks for a size, "
-    "batch norm's second pass, the CPU's time to make a batch, and clocks that fall with heat. "
+    "Left out: first runs, which load libraries and allocate (each published mean of ten includes "
+    "one), small kernels that don't fill the GPU, the algorithm that cuDNN picks for a size, "
+    "batch norm's second pass, the CPU's time to make a batch, and clocks that drop with heat. "
 )
 
 

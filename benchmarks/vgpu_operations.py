@@ -173,20 +173,20 @@ def main() -> str:
     )
     return (
         "## An operation on a virtual GPU\n\n"
-        "One thread. `x + x` on 4x4 values, and forward and backward of 12 small modules. Measured "
-        f"in turns, {ROUNDS} rounds, of each the fastest of {BURSTS} bursts of {CALLS} operations and of "
-        f"{BURSTS // 4} steps: the median and, in brackets, the middle half. Ratios are to a virtual GPU "
-        "in the same round. Aim: at most 8 µs for an operation as a shape.\n\n"
+        "On one thread: `x + x` on 4x4 values, and forward and backward of 12 small modules. The rows take "
+        f"turns, in {ROUNDS} rounds; a round counts the fastest of {BURSTS} bursts of {CALLS} operations, and "
+        f"of {BURSTS // 4} steps. The table has the median of the rounds and, in brackets, their middle half. "
+        "Ratios are to a virtual GPU in the same round. Aim: at most 8 µs for an operation on shapes.\n\n"
         "| | x + x, µs | ratio | step, ms | ratio |\n|---|---|---|---|---|\n"
         f"{rows}\n\n"
         f"One operation takes {ratios(adds[VIRTUAL], adds[FAKE])} of FakeTensorMode's time (aim: "
         "at most 0.25).\n\n"
-        f"A ResNet-50 training step, 8 images of 128x128, in turns: {spread(taken['cpu'], 2)} s on "
-        f"the CPU, {spread(taken['vgpu:0'], 2)} s on a virtual GPU: "
+        f"A ResNet-50 training step on 8 images of 128x128, measured in turns, takes "
+        f"{spread(taken['cpu'], 2)} s on the CPU and {spread(taken['vgpu:0'], 2)} s on a virtual GPU, "
         f"{ratios(taken['vgpu:0'], taken['cpu'])} times as long (aim: at most 1.15).\n\n"
-        f"A tensor of one element takes {cpu_bytes:.0f} bytes on the CPU, {virtual_bytes:.0f} on a "
-        f"virtual GPU, {shape_bytes:.0f} as a shape: resident memory, its value included, whatever "
-        "else its size adds.\n"
+        f"A tensor of one element takes {cpu_bytes:.0f} bytes of resident memory on the CPU, "
+        f"{virtual_bytes:.0f} on a virtual GPU and {shape_bytes:.0f} as a shape, including its value. A "
+        "larger tensor takes more, according to its size.\n"
     )
 
 

@@ -139,11 +139,12 @@ def main() -> str:
         [
             "## A training step of two ranks on virtual GPUs",
             "",
-            "Two processes of one thread each: a step with a virtual GPU for each rank, beside the "
-            "same step on CPU tensors over gloo, in turn. ResNet-50: 8 images of 128x128 a rank. "
-            f"GPT: {LAYERS} layers of width {WIDTH}, 4 sequences of {TOKENS} tokens a rank. Medians "
-            f"of {REPEATS} repeats; the ratio is of each repeat, with the middle half of them "
-            f"(aim: at most {AIM}). The losses of both are equal in every repeat, bit for bit.",
+            "Two processes of one thread each take a step with one virtual GPU per rank and the same "
+            "step on CPU tensors over gloo, in turn. ResNet-50: 8 images of 128x128 per rank. GPT: "
+            f"{LAYERS} layers of width {WIDTH}, 4 sequences of {TOKENS} tokens per rank. Times are medians "
+            f"of {REPEATS} repeats; the ratio is the median of the ratios within each repeat, followed by "
+            f"their middle half (aim: at most {AIM}). Both give the same losses in every repeat, bit for "
+            "bit.",
             "",
             "| | CPU tensors, s | virtual GPUs, s | ratio | middle half |",
             "|---|---|---|---|---|",

@@ -65,7 +65,9 @@ def downloads(paths: dict[str, Path]) -> HTML:
         name = f"{path.name}.gz"
         href = f"data:application/gzip;base64,{packed}"
         links.append(f'<a download="{name}" href="{href}">{name}</a>')
-    return HTML(f"<p>Traces, packed (Perfetto opens them as they are): {', '.join(links)}</p>")
+    return HTML(
+        f"<p>Traces, gzipped (Perfetto opens them without unpacking): {', '.join(links)}</p>"
+    )
 
 
 class _Look(nn.Module):

@@ -48,8 +48,8 @@ def on_ranks(
             yours="no answer: not every rank returned",
             expected="an answer from every rank",
             given=given,
-            hint=f"{hang}\nEvery rank must call the same collectives, in the same order, with sizes "
-            "that fit.",
+            hint=f"{hang}\nEvery rank must call the same collectives, in the same order, with "
+            "matching sizes.",
         ) from hang
     except launch.RankRaised as raised:
         cause = raised.__cause__

@@ -27,14 +27,14 @@ def gradients(
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     title(
         axes,
-        "Only one gradient belongs to these values",
+        "Only one gradient matches these values",
         "computed by autograd; dots: finite differences",
     )
     apart = (wrong - slope).abs()
     show(
         fig,
         f"Gradient over x from {x.min():g} to {x.max():g}. The gradient written out of place goes "
-        f"through the measured slopes. The one edited through .data leaves them by up to "
+        f"through the measured slopes. The one edited through .data is off by up to "
         f"{apart.max():.2f}, at {(apart > 0.01).float().mean():.0%} of the points.",
     )
 

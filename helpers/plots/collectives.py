@@ -21,17 +21,8 @@ Held = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def origins(number: int) -> list[int]:
-    """The ranks that contributed to a sum: the positions of its nonzero digits.
-
-    Raises ValueError for a negative number, and for one with more digits than there are colors.
-    """
-    digits = str(number)
-    if not digits.isdecimal() or len(digits) > len(RANK_COLORS):
-        raise ValueError(
-            f"{number} isn't a number of this lesson: it must be at least 0, with up to "
-            f"{len(RANK_COLORS)} digits, one per rank"
-        )
-    return [rank for rank, digit in enumerate(reversed(digits)) if digit != "0"]
+    """The ranks that contributed to a sum: the positions of its nonzero digits."""
+    return [rank for rank, digit in enumerate(reversed(str(number))) if digit != "0"]
 
 
 def before_and_after(held: dict[str, Held]) -> None:
@@ -101,7 +92,7 @@ def busiest_rank(counted: dict[str, dict[int, float]]) -> None:
         ylim=(0, None),
     )
     axes.legend()
-    title(axes, "A ring has no busiest rank", "bytes counted on the rank that sends most")
+    title(axes, "A ring has no busiest rank", "bytes counted on the rank that sends the most")
     summary = "; ".join(
         f"{name}: " + ", ".join(f"{most:.2f} with {ranks} ranks" for ranks, most in points.items())
         for name, points in counted.items()
@@ -126,7 +117,7 @@ def ring(held: Sequence[Sequence[int]], sent: Sequence[int], message: str) -> No
         axes.text(chunk + 0.46, -0.85, f"chunk {chunk}", ha="center", va="center", in_layout=False)
     axes.set(xlim=(-0.9, ranks), ylim=(ranks - 0.3, -1.1))
     axes.axis("off")
-    title(axes, message, "computed: every color in a cell is a rank whose numbers it holds")
+    title(axes, message, "computed: a cell's colors are the ranks whose numbers it holds")
     summary = "; ".join(f"rank {rank} holds {list(numbers)}" for rank, numbers in enumerate(held))
     moves = ", ".join(f"chunk {chunk} from rank {rank}" for rank, chunk in enumerate(sent))
     show(
@@ -227,14 +218,14 @@ def bytes_sent(runs: dict[str, Sequence[int]]) -> None:
         )
         axes.set_xticks(turns)
         axes.set_xlim(0.8, len(counts) * 1.5)
-    axes.set(xlabel="micro-batch", ylabel="KiB handed over")
+    axes.set(xlabel="micro-batch", ylabel="KiB passed to all-reduce")
     axes.set_ylim(bottom=-2)
     title(axes, "Accumulating with no_sync sends once", "counted by a communication hook")
     summary = "; ".join(
         f"{name} {', '.join(format_bytes(count) for count in counts)}"
         for name, counts in runs.items()
     )
-    show(fig, f"Lines of bytes handed over after each micro-batch: {summary}.")
+    show(fig, f"Lines of bytes passed to all-reduce after each micro-batch: {summary}.")
 
 
 def interrupted(
@@ -246,18 +237,18 @@ def interrupted(
     """
     fig, axes = figure(height=2.8)
     percent = [[100 * right for _, right in run] for run in (whole, resumed)]
-    axes.plot(percent[0], color=COLORS["gray"], linewidth=6, alpha=0.5, label="undisturbed")
+    axes.plot(percent[0], color=COLORS["gray"], linewidth=6, alpha=0.5, label="uninterrupted")
     before, after = range(stopped_after), range(stopped_after, len(resumed))
     for epochs, marker, name in ((before, "o", "two hosts"), (after, "s", "resumed in a cell")):
         axes.plot(epochs, [percent[1][e] for e in epochs], marker=marker, label=name)
     axes.axvline(stopped_after - 0.5, color=COLORS["black"], linewidth=1, linestyle="--")
     axes.text(stopped_after - 0.45, min(percent[0]), "host 1 lost", va="bottom")
-    axes.set(xlabel="epoch", ylabel="held-out digits right (%)")
+    axes.set(xlabel="epoch", ylabel="held-out accuracy (%)")
     axes.legend(loc="lower right")
-    title(axes, "Lost, resumed, and on the same line", "measured after each epoch")
+    title(axes, "One host lost, training resumed: the same curve", "measured after each epoch")
     show(
         fig,
-        f"Accuracy by epoch. The undisturbed run ends at {percent[0][-1]:.1f} %. The other one loses "
+        f"Accuracy by epoch. The uninterrupted run ends at {percent[0][-1]:.1f} %. The other one loses "
         f"a host after {stopped_after} epochs, at {percent[1][stopped_after - 1]:.1f} %, is resumed, "
         f"and ends at {percent[1][-1]:.1f} %.",
     )

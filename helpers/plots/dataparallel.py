@@ -255,7 +255,7 @@ def iteration(steps: Sequence[Snapshot]) -> None:
     panels[0].set_ylim(0, 1.25 * top)
     panels[-1].set_xticks(range(len(steps)), [_two_lines(step.step) for step in steps], fontsize=8)
     panels[0].legend(loc="upper left", ncols=2, fontsize=8)
-    headline(fig, "GPU 0 carries what the others do not", "counted; a line marks the peak")
+    headline(fig, "GPU 0 holds what the others don't", "counted; a line marks the peak")
     summary = "; ".join(
         f"{gpu} holds "
         + ", ".join(f"{format_bytes(step.total_bytes(gpu))} after {step.step}" for step in steps)

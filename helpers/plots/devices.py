@@ -65,7 +65,7 @@ def relabeled(seen: Mapping[str, Sequence[int]], cards: int) -> None:
             arrow(axes, (ordinal, 0.3), (card, 0.9))
         if not chosen:
             axes.text((cards - 1) / 2, 0, "no GPU is seen", ha="center", va="center")
-    headline(fig, "The ordinal is the place in the list", "read by PyTorch")
+    headline(fig, "The ordinal is the position in the list", "read by PyTorch")
     lists = (
         f'"{value}": '
         + (", ".join(f"cuda:{n} is card {c}" for n, c in enumerate(chosen)) or "none")

@@ -117,7 +117,7 @@ def against_k(peaks: Mapping[int, int], times_s: Mapping[int, float], gpu: str) 
     shortest_s = min(times_s.values())
     ratios = [time_s / shortest_s for time_s in times_s.values()]
     right.plot(list(times_s), ratios, "o-", color=COLORS["orange"])
-    right.set(ylabel="time, the shortest is 1", ylim=(0, None))
+    right.set(ylabel="time, relative to the shortest", ylim=(0, None))
     title(right, "Eventually, more time", f"virtual time, {gpu}")
     for axes in (left, right):
         log2_ticks(axes, list(peaks))
@@ -125,13 +125,13 @@ def against_k(peaks: Mapping[int, int], times_s: Mapping[int, float], gpu: str) 
     summary = ", ".join(
         f"k = {k} {peaks[k] / MIB:.0f} MiB and {times_s[k] / shortest_s:.2f} times" for k in peaks
     )
-    show(fig, f"Two curves against k, peak memory and time beside the shortest: {summary}.")
+    show(fig, f"Two curves against k, peak memory, and time relative to the shortest: {summary}.")
 
 
 def against_segments(
     counted: Mapping[str, Mapping[int, float]],
     predicted: Mapping[str, Mapping[int, float]] | None = None,
-    message: str = "The valley lies at the square root of the depth",
+    message: str = "The minimum is at the square root of the depth",
 ) -> None:
     """Peaks against segments of several networks: {name: {segments: layer outputs at once}}.
 
@@ -161,7 +161,7 @@ def against_segments(
     axes.set(xlabel="segments", ylabel="peak, in layer outputs")
     axes.legend(fontsize=9)
     formula = "; dashed: the formula" if predicted else ""
-    title(axes, message, f"dots: bytes counted{formula}; rings: the fewest bytes")
+    title(axes, message, f"dots: bytes counted{formula}; rings: fewest bytes")
     show(
         fig,
         "Curves of the peak, in layer outputs, against the number of segments. Lowest: "
@@ -217,9 +217,9 @@ def fitting(peaks: Mapping[str, int], capacity_bytes: int) -> None:
     axes.text(limit, 0.45, f" capacity {limit:.0f} MiB", transform=among, fontsize=9)
     axes.set(xlim=(0, max(*sizes, limit) * 1.1), xlabel="MiB on the GPU at the peak of a step")
     axes.grid(axis="y", visible=False)
-    title(axes, "Three ways under the line", "bytes counted; the line is the GPU's capacity")
+    title(axes, "Three ways to fit", "bytes counted; dashed: the GPU's capacity")
     summary = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in peaks.items())
-    show(fig, f"Bars of a step's peak, beside a capacity of {limit:.0f} MiB: {summary}.")
+    show(fig, f"Bars of a step's peak, against a capacity of {limit:.0f} MiB: {summary}.")
 
 
 def _step_areas(axes: Any, record: StepRecord) -> None:
@@ -331,7 +331,8 @@ def who_holds(cut: Mapping[str, Sequence[str]], gpus: int) -> None:
         axes.grid(visible=False)
         axes.set_title(name, fontweight="bold")
     summary = "; ".join(
-        f"{name}: cut are {', '.join(parts) if parts else 'none'}" for name, parts in cut.items()
+        f"{name}: {' and '.join(parts) if parts else 'nothing'} sharded"
+        for name, parts in cut.items()
     )
     show(
         fig, f"Which part of what each of {gpus} GPUs holds. {summary}; the rest is whole on each."
@@ -347,7 +348,7 @@ def memory_over_step(sizes: Mapping[str, Sequence[int]]) -> None:
         label = f"{name}: peak {max(curve) / _GIB:.1f} GiB"
         axes.plot(places, [size / _GIB for size in curve], color=color, label=label, linewidth=1.2)
     axes.set(xlim=(0, 1), ylim=(0, None))
-    axes.set_xticks([0, 1], ["the step begins", "it ends"])
+    axes.set_xticks([0, 1], ["step begins", "step ends"])
     axes.set_ylabel("GiB on one GPU")
     legend_beside(axes)
     title(

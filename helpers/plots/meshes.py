@@ -48,7 +48,7 @@ def mesh(groups: Mapping[str, Groups], gpus_per_host: int, how: str = "counted")
             axes.set_yticklabels([])
     headline(fig, "GPUs of one color communicate", how)
     summary = "; ".join(
-        f"{name}, {len(dimension_groups)} groups of {len(dimension_groups[0])}, the first one ranks "
+        f"{name}, {len(dimension_groups)} groups of {len(dimension_groups[0])}, the first with ranks "
         f"{', '.join(map(str, dimension_groups[0]))}"
         for name, dimension_groups in groups.items()
     )
@@ -93,7 +93,7 @@ def ring_work(work: Mapping[str, Sequence[Sequence[float]]], unit: str) -> None:
         axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
         axes.set_xlabel("step of the ring")
         axes.grid(visible=False)
-        axes.set_title(f"{name}: {sum(slowest):.3g} in turn", loc="left", fontsize=10)
+        axes.set_title(f"{name}: {sum(slowest):.3g} in total", loc="left", fontsize=10)
     headline(fig, "Each step takes as long as its slowest rank", f"{unit}, counted")
     summary = "; ".join(
         f"{name}: "
@@ -136,7 +136,7 @@ _SAID = {
     WHOLE: "all of it",
     ROWS: "its rows",
     COLUMNS: "its columns",
-    PARTIAL: "a sum's part",
+    PARTIAL: "one part of a sum",
 }
 
 

@@ -35,7 +35,7 @@ def formats(counts: Mapping[str, Mapping[int, int]]) -> None:
     axes.set_xticks(range(-160, 161, 32), [f"$2^{{{e}}}$" for e in range(-160, 161, 32)])
     axes.set_ylabel("numbers per power of 2")
     title(axes, "Exponent bits are width, fraction bits are height", "every number counted")
-    show(fig, f"Lines of how many numbers there are in each doubling: {'; '.join(summary)}.")
+    show(fig, f"Lines: how many numbers each format has per power of 2. {'; '.join(summary)}.")
 
 
 def number_lines(numbers: Mapping[str, torch.Tensor], most: float) -> None:
@@ -68,7 +68,7 @@ def errors_by_ranks(
         label = None if place else name.partition(",")[0]
         axes.plot([ranks], [error], "D", color="black", ms=7, mfc="none", mew=2, label=label)
     axes.axhline(0.01, color=COLORS["gray"], linewidth=1, linestyle=":")
-    axes.text(2, 0.011, "a percent", fontsize=8, color="#666666", va="bottom")
+    axes.text(2, 0.011, "1 %", fontsize=8, color="#666666", va="bottom")
     log2_ticks(axes, sorted(next(iter(errors.values()))))
     axes.set(yscale="log", xlabel="ranks", ylabel="relative error of the sum")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))

@@ -1,4 +1,4 @@
-"""Figures of serving: time of a forward by its tokens, latency against throughput, and token times."""
+"""Figures of serving: time of a forward pass by its tokens, latency against throughput, and token times."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from vgpu.units import format_seconds
 def forwards(
     times_s: Mapping[int, float], arithmetic_s: Mapping[int, float], memory_s: float
 ) -> None:
-    """Milliseconds of one forward by its number of tokens, above the two lines of a roofline.
+    """Milliseconds of one forward pass by its number of tokens, above the two lines of a roofline.
 
     times_s, arithmetic_s: tokens → seconds; memory_s: to read all weights once.
     """
@@ -42,7 +42,7 @@ def forwards(
     first, last = tokens[0], tokens[-1]
     show(
         fig,
-        "Milliseconds of a forward over its tokens, on logarithmic axes: flat at the time it takes to read "
+        "Milliseconds of a forward pass by its number of tokens, on logarithmic axes: flat at the time it takes to read "
         f"the weights, then rising with the arithmetic. {first} token: {format_seconds(times_s[first])}; "
         f"{last} tokens: {format_seconds(times_s[last])}.",
     )

@@ -132,9 +132,7 @@ def _alt(record: Timeline, lanes: Mapping[str, list[TraceEvent]]) -> str:
                 kinds[kind] = covering_s / record.makespan_s
         shares = ", ".join(f"{kind} {share:.0%}" for kind, share in kinds.items())
         summary.append(f"{name} {shares or 'does nothing'}")
-    return (
-        f"Lanes of bars over {format_seconds(record.makespan_s)}, {'; '.join(summary)} of the time."
-    )
+    return f"Lanes of bars over {format_seconds(record.makespan_s)}. By share of that time: {'; '.join(summary)}."
 
 
 def lanes_of(

@@ -39,7 +39,7 @@ def split_sizes(
     axes.minorticks_off()
     axes.set(
         ylim=(0, 1.08 * max(*predicted_s.values(), *published_s.values())),
-        xlabel="split size (images in a piece)",
+        xlabel="split size (images per piece)",
         ylabel="3 batches (s)",
     )
     legend_beside(axes, fontsize=9)
@@ -63,12 +63,12 @@ def parts_of_time(timelines: Mapping[int, Timeline]) -> None:
         heights = {name: [part[name] for part in parts] for name in _PART_COLORS}
         stacked_bars(axes, range(len(sizes)), heights, _PART_COLORS, width=0.8)
         axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-        axes.set_xlabel("split size (images in a piece)")
+        axes.set_xlabel("split size (images per piece)")
         axes.set_title(str(device), fontsize=10)
     panels[0].set_ylabel("one batch (s)")
     legend_beside(panels[-1], fontsize=9)
     gpu = timelines[sizes[0]].gpu
-    headline(fig, "Large pieces idle, small pieces compute longer", f"virtual time, {gpu}")
+    headline(fig, "Large pieces leave GPUs idle, small ones compute longer", f"virtual time, {gpu}")
     ends = []
     for size in (sizes[0], sizes[-1]):
         parts = [_parts(timelines[size], device) for device in devices]
@@ -126,7 +126,7 @@ def split_times(timelines: Mapping[str, Timeline], message: str) -> None:
         f"{name}: {1e3 * whole:.2f} ms, {part / whole:.0%} of it in collectives"
         for name, (whole, part) in zip(names[::-1], parts[::-1], strict=True)
     )
-    show(fig, f"Bars of the time of a layer and the collectives' share in it. {summary}.")
+    show(fig, f"Bars of a layer's time, and how much of it the collectives take. {summary}.")
 
 
 def parts_of(timeline: Timeline) -> tuple[float, float]:
@@ -187,7 +187,9 @@ def speedups(times_s: Mapping[str, Mapping[int, float]], gpu: str) -> None:
     axes.set_xticks(counts)
     axes.set(xlabel="GPUs", ylabel="times as fast as one", ylim=(0, None))
     axes.legend(loc="upper left", fontsize=9)
-    title(axes, "More GPUs help only a step that's worth sharing", f"virtual time, {gpu}, one step")
+    title(
+        axes, "More GPUs only help a step that's worth splitting", f"virtual time, {gpu}, one step"
+    )
     show(fig, f"Lines of how many times as fast as one GPU. {'; '.join(texts)}.")
 
 
@@ -202,7 +204,7 @@ def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, i
     axes.plot(counts, [first * n / counts[0] for n in counts], color=COLORS["gray"], ls=":", lw=1)
     for (name, speed), color in zip(speeds.items(), SERIES, strict=False):
         axes.plot(counts, [speed[n] for n in counts], "o-", color=color, label=name)
-    axes.set(xscale="log", yscale="log", xlabel="GPUs, and tokens that each has in a step")
+    axes.set(xscale="log", yscale="log", xlabel="GPUs, and tokens per GPU and step")
     axes.set_xticks(counts, [f"{n}\n{tokens[n]:,}" for n in counts])
     doublings = [first / 2 * 2**k for k in range(1, 1 + (counts[-1] // counts[0]).bit_length())]
     axes.set_yticks(doublings, [f"{speed:.3g}" for speed in doublings])
@@ -244,7 +246,7 @@ def goodput(
     axes.legend(loc="lower center", fontsize=9)
     title(
         axes,
-        "Too often costs writing, too rarely costs repeating",
+        "Saving too often costs time to write, too rarely repeated work",
         "lines: Daly's formula; points: simulated failures; dashed: the square root",
     )
     summary = "; ".join(

@@ -96,8 +96,8 @@ def learning_curves(history: Sequence[Mapping[str, float]], device: object) -> N
         fig,
         f"Curves over {len(history)} epochs. Cross-entropy falls from {first['train_loss']:.2f} to "
         f"{last['train_loss']:.2f} nats on the training images and from {first['test_loss']:.2f} to "
-        f"{last['test_loss']:.2f} on the held-out ones, of which {percent[0]:.1f} % are right at "
-        f"first and {percent[-1]:.1f} % at the end.",
+        f"{last['test_loss']:.2f} on the held-out ones. The share of held-out images right goes from "
+        f"{percent[0]:.1f} % to {percent[-1]:.1f} %.",
     )
 
 

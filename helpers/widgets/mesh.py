@@ -84,7 +84,7 @@ def answer_table(step: MeshStep, sequences: int) -> Table:
     fits = "fits" if step.held_bytes < room else "does not fit"
     caption = (
         f"One step, predicted: {format_seconds(step.seconds)}, of which "
-        f"{format_seconds(step.compute_s)} is computing and {format_seconds(step.bubble_s)} is the "
+        f"{format_seconds(step.compute_s)} is computation and {format_seconds(step.bubble_s)} is the "
         f"pipeline's bubble; {tokens_per_s(step, sequences):.0f} tokens/s per GPU. Parameters, "
         f"gradients and optimizer: {format_bytes(step.held_bytes)} of {format_bytes(room)}: {fits}."
     )

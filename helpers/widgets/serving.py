@@ -31,8 +31,8 @@ def batches_of(server: Server, context: int) -> list[tuple[int, float, float]]:
 def server_table(server: Server, context: int) -> Table:
     """Bytes, how many sequences fit into the cache, and the times of a prompt and a token."""
     rows = [
-        ("weights, a GPU", format_bytes(server.weight_bytes)),
-        ("cache per token on a GPU", format_bytes(server.cache_bytes_per_token)),
+        ("weights per GPU", format_bytes(server.weight_bytes)),
+        ("cache per token, per GPU", format_bytes(server.cache_bytes_per_token)),
         (f"sequences of {context:,} tokens", f"{server.most_sequences(context):,} fit"),
     ]
     if server.most_sequences(context):

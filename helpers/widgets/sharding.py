@@ -50,13 +50,8 @@ def answer(sizes: TransformerSizes, gpus: int, way: str) -> Answer:
     """Bytes held and sent by ``gpus`` GPUs, in hosts of 8, for a transformer sharded in this way.
 
     Whole blocks are gathered, the next one while one computes. Bytes sent are a ring's: groups of up to 8
-    stay inside a host; a larger ring leaves each host once. Raises ValueError for an unknown way, or a
-    number of GPUs that doesn't fill hosts.
+    stay inside a host; a larger ring, which fills its hosts, leaves each once.
     """
-    if way not in _CUT:
-        raise ValueError(f"no way {way!r} to shard; there are {', '.join(WAYS)}")
-    if gpus < 1 or (gpus > GPUS_PER_HOST and gpus % GPUS_PER_HOST):
-        raise ValueError(f"{gpus} GPUs don't fill hosts of {GPUS_PER_HOST}, and aren't part of one")
     count = sizes.parameters
     hybrid = way == WAYS[-1]
     ways = min(gpus, GPUS_PER_HOST) if hybrid else gpus
@@ -107,7 +102,7 @@ def show_answer(model: str, gpus: int, way: str, gpu: str) -> None:
     plots.held_by_cause(
         {name: each.held for name, each in result.items()},
         capacity_bytes=vgpu.PRESETS[gpu].memory_bytes,
-        message=f"Llama {model} on {gpus} GPUs; dashed, one {gpu}",
+        message=f"Llama {model} on {gpus} GPUs; dashed: one {gpu}",
         how="16 bytes per parameter, and two gathered blocks; no activations",
     )
     display(answer_table(result[way], gpus, gpu))
@@ -121,7 +116,7 @@ def sharding_explorer() -> ipywidgets.Widget:
             options=list(vgpu.PRESETS), value="H100", description="on GPUs of"
         ),
         "gpus": steps("GPUs", [2**power for power in range(11)], 64),
-        "way": ipywidgets.Dropdown(options=list(WAYS), value=WAYS[3], description="cut"),
+        "way": ipywidgets.Dropdown(options=list(WAYS), value=WAYS[3], description="shard"),
     }
     few = {"gpu": ("H100", "H200"), "gpus": (8, 16, 64, 512)}
     return explorer(show_answer, controls, few, per_row=2)

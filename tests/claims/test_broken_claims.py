@@ -1,6 +1,6 @@
 """A claim whose mechanism is broken fails in its proving cell, so the cell is a proof.
 
-``make test`` tries the breaks that take about a second, ``make test-all`` those that are marked
+``make test`` tries the breaks that take a few seconds, ``make test-all`` those that are marked
 ``expensive`` as well, and that the cell passes unbroken with only the cells that it seems to need
 (each lesson runs as a whole besides).
 """

@@ -8,13 +8,10 @@ from pathlib import Path
 from teaching.lessons import ROOT
 
 
-def command(program, *arguments, network=None):
-    """The command for a module's name or a script's path, as a list of strings. network: the name
-    of the network namespace in which to run it.
-    """
-    inside = ["ip", "netns", "exec", network] if network else []
+def command(program, *arguments):
+    """The command for a module's name or a script's path, as a list of strings."""
     program = ["-m", program] if isinstance(program, str) else [program]
-    return [*inside, sys.executable, *program, *map(str, arguments)]
+    return [sys.executable, *program, *map(str, arguments)]
 
 
 def environment(**names):
@@ -30,10 +27,10 @@ def run(program, *arguments, cwd=None, **names):
     )  # fmt: skip
 
 
-def start(program, *arguments, output: Path, cwd=None, network=None, **names):
+def start(program, *arguments, output: Path, cwd=None, **names):
     """Start it; its output is appended to a file."""
     with open(output, "ab") as file:
         return subprocess.Popen(
-            command(program, *arguments, network=network), cwd=cwd, env=environment(**names),
+            command(program, *arguments), cwd=cwd, env=environment(**names),
             stdout=file, stderr=file,
         )  # fmt: skip

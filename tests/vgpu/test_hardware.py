@@ -9,7 +9,7 @@ from vgpu.hardware import LINKS, get_network, get_spec
 
 
 @pytest.mark.parametrize("name", vgpu.PRESETS)
-def test_a_preset_names_its_datasheet_and_its_tensor_cores_are_no_slower(name):
+def test_a_preset_names_its_datasheet_and_what_is_closer_is_no_slower(name):
     spec = get_spec(name)
     assert re.search("datasheet|data sheet|specification", spec.source)
     rates = [
@@ -20,6 +20,9 @@ def test_a_preset_names_its_datasheet_and_its_tensor_cores_are_no_slower(name):
     ]
     known = [rate for rate in rates if rate is not None]
     assert known == sorted(known)
+    assert spec.link in LINKS.values() and spec.host_link in LINKS.values() and spec.link.source
+    links = spec.link.bandwidth_bytes_per_s, spec.host_link.bandwidth_bytes_per_s
+    assert spec.memory_bandwidth_bytes_per_s > links[0] >= links[1]
 
 
 def test_an_mi300x_sends_to_another_over_one_of_seven_links():

@@ -27,30 +27,6 @@ def assert_same_parameters(virtual, plain):
         torch.testing.assert_close(mine.cpu(), other)
 
 
-OPTIMIZERS = {
-    name: kind
-    for name, kind in vars(torch.optim).items()
-    if isinstance(kind, type)
-    and issubclass(kind, torch.optim.Optimizer)
-    and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
-}
-
-
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_takes_the_same_steps_as_on_the_cpu(name, foreach):
-    plain = nn.Linear(6, 3)
-    virtual = copy.deepcopy(plain).to("vgpu:1")
-    optimizers = [OPTIMIZERS[name](m.parameters(), foreach=foreach) for m in (plain, virtual)]
-    for _ in range(3):
-        x = torch.randn(8, 6)
-        for model, optimizer, data in zip((plain, virtual), optimizers, (x, x.to(1)), strict=True):
-            optimizer.zero_grad()
-            model(data).square().mean().backward()
-            optimizer.step()
-    assert_same_parameters(virtual, plain)
-
-
 def test_a_convolutional_network_trains_as_on_the_cpu():
     plain = network()
     virtual = copy.deepcopy(plain).to("vgpu:1")
@@ -146,18 +122,6 @@ def test_hooks_run_with_virtual_tensors():
     layer(x).sum().backward()
     assert seen == [1, 1]
     assert layer.weight.grad.tolist() == [[2, 2], [2, 2]]
-
-
-def test_sparse_adam_takes_the_same_steps_as_on_the_cpu():
-    plain = nn.Embedding(5, 3, sparse=True)
-    virtual = copy.deepcopy(plain).to("vgpu:1")
-    index = torch.tensor([1, 3, 3])
-    for model, data in ((plain, index), (virtual, index.to("vgpu:1"))):
-        optimizer = torch.optim.SparseAdam(model.parameters())
-        model(data).square().sum().backward()
-        assert model.weight.grad.is_sparse
-        optimizer.step()
-    assert_same_parameters(virtual, plain)
 
 
 def test_an_lstm_accepts_packed_sequences():

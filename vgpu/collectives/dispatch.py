@@ -160,7 +160,8 @@ def _message_to_oneself(call: Call) -> Ending:
 
 def _carry_functional(call: Call, func: Operator, args: Args, kwargs: Kwargs) -> Any:
     buffers = BorrowedBuffers(call.name)
-    result = buffers.result(run_unrecorded(func, buffers.lend(args), kwargs))
+    given = {name: buffers.lend(value) for name, value in kwargs.items()}
+    result = buffers.result(run_unrecorded(func, buffers.lend(args), given))
     buffers.return_when_waited_for(result)
     return result
 
@@ -193,10 +194,10 @@ def _run_wait(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     if recording.under_way is not None:
         for tensor in tensors:
             recording.under_way.wait_for_last_write(tensor)
-    result = run_unrecorded(func, args, kwargs)
+    run_unrecorded(func, args, kwargs)
     for tensor in tensors:
         borrowed_buffers.waited_for(tensor)
-    return result
+    return args[0]
 
 
 @handler(_WRAP, records_itself=True)

@@ -145,10 +145,10 @@ class Server:
             read += cached + new
         return self._forward_s(tokens, sequences, pairs, read)
 
-    def prefill_s(self, prompt: int, cached: int = 0) -> float:
-        """For one prompt's tokens, after the cached ones: the time until its first output token."""
+    def prefill_s(self, prompt: int) -> float:
+        """For one prompt's tokens: the time until its first output token."""
         check_count("prompt", prompt)
-        return self.forward_s([(prompt, cached)])
+        return self.forward_s([(prompt, 0)])
 
     def decode_s(self, batch: int, context: int) -> float:
         """The time until each of ``batch`` sequences, with ``context`` earlier tokens, has its next token.

@@ -363,8 +363,9 @@ def _wrap_arguments(
             outputs.append(wrap_result(item, gpu, info.name))
             continue
         written = argument(alias, args, kwargs)
-        if info.reshapes or written._inner.layout is not torch.strided:
-            refresh(written, info.name)
+        for tensor in written if isinstance(written, list | tuple) else (written,):
+            if info.reshapes or tensor._inner.layout is not torch.strided:
+                refresh(tensor, info.name)
         outputs.append(written)
     return tuple(outputs) if several else outputs[0]
 

@@ -46,5 +46,5 @@ def _expect_share(
         elif isinstance(share, str):
             hint = "This is text: return the number itself."
         elif isinstance(share, torch.Tensor):
-            hint = "This is a tensor: return a whole number (an int), as images are."
+            hint = "This is a tensor: return a whole number (an int), since it counts images."
         expect_equal(share, math.ceil(batch_size / gpu_count), hint=hint)

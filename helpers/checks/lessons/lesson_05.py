@@ -59,7 +59,7 @@ def _without_the_ready_made() -> Iterator[None]:
 
 def _refuse(*_: Any, **__: Any) -> None:
     raise Wrong(
-        yours="a call of PyTorch's own DataParallel",
+        yours="a call to PyTorch's own DataParallel",
         expected="its four parts, called by your code",
         hint="Use scatter, replicate, parallel_apply and gather.",
     )
@@ -127,7 +127,7 @@ def _judge_parts(
     idle = list(zip(gpus, peaks, strict=True))[len(chunks) :]
     if extra := [str(gpu) for gpu, peak in idle if peak]:
         raise Wrong(
-            yours=f"also something on {', '.join(extra)}",
+            yours=f"memory allocated on {', '.join(extra)}, too",
             expected="no more replicas than chunks",
             hint="replicate makes one replica for each device in its list: shorten the list first.",
         )
@@ -201,12 +201,12 @@ def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
             hint = "The outputs of the whole batch are on GPU 0. Return the loss from forward."
             if len(ran_on) > len(gpus):
                 hint = (
-                    f"{len(ran_on)} forwards in one step: what the earlier ones leave, gradients or "
-                    "graphs, is held while the later ones run. One forward on each GPU is enough."
+                    f"{len(ran_on)} forwards in one step: the gradients or graphs of the earlier ones "
+                    "stay allocated while the later ones run. One forward on each GPU is enough."
                 )
             elif peaks[1] > 1.1 * lean[1]:
                 hint = (
-                    "Each GPU holds more than it must: something still refers to its outputs while "
+                    "Each GPU holds more than it needs: something still refers to its outputs while "
                     "backward runs. Compute the loss in forward, which releases them."
                 )
             on_each = zip(gpus, peaks, strict=True)
@@ -217,7 +217,7 @@ def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
             )
     return {
         **{f"your peak on {g}": format_bytes(p) for g, p in zip(gpus, peaks, strict=True)},
-        "budget": f"{format_bytes(budget)}; with outputs gathered it is {format_bytes(usual)}",
+        "budget": f"{format_bytes(budget)}; with outputs gathered, the peak is {format_bytes(usual)}",
     }
 
 

@@ -52,7 +52,7 @@ def all_reduce_of_two_halves(answer: Callable[[torch.Tensor], torch.Tensor]) -> 
                     hint=hint,
                 )
     return {
-        "sums": "equal on 2 and on 3 ranks, to the last digit",
+        "sums": "exactly equal on 2 and on 3 ranks",
         "each rank called": ", then ".join(f"{name} of {size} numbers" for name, size in calls),
     }
 
@@ -132,7 +132,7 @@ def _hint_for_mean(
         return "A rank without values must not count, and a short shard must count less than a long one."
     if near(means[rank]) or near(shards[rank].sum()):
         if talked:
-            return "This is the rank's own value, although the ranks communicated: return the other one."
+            return "This is the rank's own value, although the ranks communicated: return the result instead."
         return "This is the rank's own value: the ranks have to communicate."
     if near(torch.cat(shards).sum()):
         return "This is the sum of all values: divide by how many there are on all ranks."
@@ -170,7 +170,9 @@ def ring_all_reduce(answer: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
                     given=where,
                     hint="The sum is right. Send one chunk in each step, not the tensor.",
                 )
-        sent[ranks] = f"{len(sizes)} messages, {sum(sizes)} numbers of {length} on the last rank"
+        sent[ranks] = (
+            f"the last rank, with {length} numbers, sent {sum(sizes)} in {len(sizes)} messages"
+        )
     return {f"{ranks} ranks": text for ranks, text in sorted(sent.items())}
 
 
@@ -232,7 +234,7 @@ def stop_together(repaired: Callable[..., list[float]]) -> dict[str, Any]:
                     yours=f"{len(calls)} collectives for {len(expected)} averages",
                     expected="one for each average",
                     given=f"rank {rank}, {given}",
-                    hint="A rank of a real training run doesn't know the losses of the others.",
+                    hint="In a real training run, a rank doesn't know the losses of the others.",
                 )
             if len(calls) > most:
                 raise Wrong(

@@ -68,7 +68,7 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
                     raise Wrong(
                         yours=f"{name} that is rank {rank}'s own",
                         expected="rank 0's, on every rank",
-                        given=f"right after the wrap, {given}",
+                        given=f"right after wrapping, {given}",
                         hint="A state_dict leaves out what isn't saved: module.buffers() lists all buffers."
                         if name == unsaved
                         else "Send parameters and buffers from rank 0 when the wrapper is made.",
@@ -84,7 +84,7 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
             counts.add(reduces / 3)
             if reduces > 3 * 4:
                 raise Wrong(
-                    yours=f"{reduces} calls of all_reduce in 3 steps",
+                    yours=f"{reduces} calls to all_reduce in 3 steps",
                     expected="12: one per backward for each of the 4 parameters",
                     given=where,
                     hint="Register one hook for each parameter, once.",
@@ -269,7 +269,7 @@ def accumulate_and_send_once(
     return {
         "given": given,
         "your bytes": f"{results[0][1][0]}, one whole gradient",
-        "sent after each micro-batch": f"it would be {count * once}",
+        "if sent after each micro-batch": f"{count * once}",
     }
 
 

@@ -72,7 +72,7 @@ def _even(sizes: Sequence[int]) -> int:
 def _rules(widths: Sequence[int]) -> dict[str, int]:
     """The cuts of some rules that consider only half of the problem."""
     return {
-        "It has equally many layers on each side, but layers differ in size.": (len(widths) - 1)
+        "It puts equally many layers on each GPU, but layers differ in size.": (len(widths) - 1)
         // 2,
         "It balances only the parameters: add what forward keeps.": _even(_parameters(widths)),
         "It balances only the activations: add parameters and gradients.": _even(widths[1:]),
@@ -274,7 +274,7 @@ def compare(answer: Callable[[list[float], list[float]], str]) -> dict[str, str]
             with for_input(given, _ONE_OF_THREE):
                 yours = answer(list(first), list(moved))
                 expect_equal(yours, expected, hint=_why(yours, first, moved))
-    return {name: f"{count} pairs of lists, all judged right" for name, count in seen.items()}
+    return {name: f"{count} pairs of lists, all answered correctly" for name, count in seen.items()}
 
 
 def _times() -> list[float]:
@@ -301,7 +301,10 @@ def _verdict(first: Sequence[float], second: Sequence[float]) -> str:
 
 def _why(yours: object, first: Sequence[float], second: Sequence[float]) -> str:
     gap_s = statistics.mean(second) - statistics.mean(first)
-    numbers = f"The means differ by {gap_s:.3f} s, the error is {_error_s(first, second):.3f} s."
+    error_s = _error_s(first, second)
+    numbers = (
+        f"The means differ by {gap_s:.3f} s; that difference's standard error is {error_s:.3f} s."
+    )
     if yours not in ("slower", "faster", "cannot tell"):
         return _ONE_OF_THREE
     if yours == "cannot tell":

@@ -344,5 +344,5 @@ def _judge_products(products: Any, expected: list[torch.Tensor], timeline: Timel
         raise Wrong(yours=yours, expected="no race", hint=hint)
     expect_equal(len(products), len(expected), hint="One product for each batch.")
     for yours, right in zip(products, expected, strict=True):
-        hint = "The products are wrong, though nothing races: which buffer is read?"
+        hint = "The products are wrong, although nothing races: which buffer is read?"
         expect_close(yours.cpu(), right, hint=hint, rtol=1e-3, atol=1e-3)

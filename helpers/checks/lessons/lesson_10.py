@@ -64,7 +64,7 @@ def _judge_order(schedule: Schedule, micro_batches: int) -> str:
         )
     return (
         f"{simulated.makespan:g} units, {simulated.bubble:.0%} bubble, in flight {peaks}"
-        f" (GPipe {longest} units, {micro_batches} everywhere)"
+        f" (GPipe: {longest} units, {micro_batches} in flight everywhere)"
     )
 
 
@@ -83,12 +83,12 @@ def _rows_as_schedule(rows: Any, micro_batches: int) -> Schedule:
         raise Wrong(
             yours=str(schedule),
             expected=f"F0 to F{micro_batches - 1} and B0 to B{micro_batches - 1} in each row",
-            hint="Each stage runs each micro-batch forward and backward, whole, and nothing else.",
+            hint="Each stage runs each micro-batch forward once and backward once, and nothing else.",
         )
     return schedule
 
 
-@exercise("10.2", "Cut for the pace")
+@exercise("10.2", "Balance the stages")
 def layers_per_stage(answer: Callable[[list[float], int], Sequence[int]]) -> dict[str, str]:
     shown = {}
     for layer_times, devices in _unequal_networks():
@@ -165,7 +165,7 @@ def _unequal_networks() -> list[tuple[list[float], int]]:
     return networks
 
 
-@exercise("10.3", "A log that does not stop the GPUs")
+@exercise("10.3", "Log without stopping the GPUs")
 def all_losses(
     answer: Callable[[Callable[[Any], torch.Tensor], list[Any]], list[float]],
 ) -> dict[str, str]:

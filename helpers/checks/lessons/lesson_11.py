@@ -22,7 +22,7 @@ from vgpu.units import format_bytes
 _FLOAT_BYTES = 4
 
 
-@exercise("11.1", "Say the peak before the run")
+@exercise("11.1", "Predict a step's peak")
 def peak_of_a_step(answer: Callable[[list[int], int, str], float]) -> dict[str, str]:
     shown: dict[str, str] = {}
     cases = _networks()
@@ -111,7 +111,7 @@ def _peak_hint(yours: float, peak: Moment) -> str:
     held = ", ".join(
         f"{cause} {format_bytes(size)}" for cause, size in peak.by_cause.items() if size
     )
-    hint = f"The peak is in {peak.phase}, at {peak.operation}. There are then: {held}."
+    hint = f"The peak is in {peak.phase}, at {peak.operation}. Held at that moment: {held}."
     if abs(yours * _FLOAT_BYTES / peak.total_bytes - 1) < 0.05:
         return f"You counted numbers; a float32 has 4 bytes. {hint}"
     return hint
@@ -140,7 +140,7 @@ def accumulate_over_ranks(answer: Callable[..., None]) -> dict[str, str]:
             expect_one_micro_batch(largest, max(sizes[rank]), held, f"{given}, on rank {rank}")
             others = [f"{name} of {size}" for name, size in calls if size < weight.numel()]
             shown[f"rank {rank}, {len(sizes[rank])} micro-batches"] = (
-                f"gradients sent {sent} time; otherwise: {', '.join(others) or 'nothing'}; "
+                f"gradients sent once; other collectives: {', '.join(others) or 'none'}; "
                 f"largest forward {largest} of {sum(sizes[rank])} samples"
             )
     return shown
@@ -215,7 +215,7 @@ def _scale_hint(gradient: torch.Tensor, expected: torch.Tensor, batches: Any) ->
                 return f"The gradient is {factor:.3g} times the right one. {hint}"
         return f"The gradient is {factor:.3g} times the right one."
     return (
-        "Not every sample has the same weight. A mean of means is not the mean when parts, or "
+        "Not every sample has the same weight. A mean of means isn't the mean if parts, or "
         "ranks, have different numbers of samples."
     )
 
@@ -261,7 +261,7 @@ def fit_a_budget(answer: Callable[[list[int], int, int], Any]) -> dict[str, str]
                 raise Wrong(
                     yours=repr(yours),
                     expected="None",
-                    hint=f"{hint}{least}: checkpointed or not, all outputs of a stage are there "
+                    hint=f"{hint}{least}: checkpointed or not, all outputs of a stage are in memory "
                     "when backward reaches it.",
                 )
     return shown
@@ -280,7 +280,7 @@ def _judge_choice(yours: Any, layers: Sequence[int], budget: int, fits: Sequence
         raise Wrong(
             yours="None",
             expected=f"a choice that fits, such as {_in_words(layers, fitting)}",
-            hint="The sum over all stages may be above it: backward frees a stage before it "
+            hint="The sum over all stages may exceed the budget: backward frees a stage before it "
             "recomputes the previous one.",
         )
     indices = list(yours) if isinstance(yours, set | frozenset | list | tuple | range) else None

@@ -62,7 +62,7 @@ def zero1_step(answer: Callable[..., None]) -> dict[str, str]:
     return {
         "one step calls": f"{names.count('reduce_scatter') // _STEPS} reduce-scatters and "
         f"{names.count('all_gather') // _STEPS} all-gathers for {len(sizes)} parameters",
-        "from one process": f"{apart:.0e}",
+        "differs from one process by": f"{apart:.0e}",
     }
 
 
@@ -135,7 +135,7 @@ def _zero1_hint(
             "gradients; then what's gathered is written into parameter.data."
         )
     if "all_gather" not in names:
-        return "A rank has only updated its own parts. The other parts come from an all-gather."
+        return "Each rank has updated only its own parts. The other parts come from an all-gather."
     ratio = ((yours - before).norm() / (wanted - before).norm()).item()
     if abs(ratio - _RANKS) < 0.05:
         return f"The step is {_RANKS} times too large: a sum over the ranks, not their average."
@@ -191,7 +191,9 @@ def what_to_wrap(answer: Callable[[list[int], int], Any]) -> dict[str, str]:
         with for_input(given, "Return the sizes of the units, or None."):
             yours = answer(list(layers), budget)
             if not fits and yours is not None:
-                hint = f"With every layer alone, neighbors take {format_bytes(least)}: too much."
+                hint = (
+                    f"Even with every layer alone, neighbors take {format_bytes(least)}: too much."
+                )
                 raise Wrong(yours=repr(yours), expected="None", hint=hint)
             if fits:
                 _judge_units(yours, layers, budget, fits)
@@ -216,13 +218,13 @@ def _judge_units(
     best = next(choice for choice in fits if len(choice) == fewest)
     as_best = f"{best}: {format_bytes(_gathered_at_once(layers, best))} at once"
     if yours is None:
-        hint = "There is a choice that fits: make more units."
+        hint = "Some choice fits: make more units."
         raise Wrong(yours="None", expected=as_best, hint=hint)
     whole = isinstance(yours, list | tuple) and all(type(n) is int and n > 0 for n in yours)
     if not whole or sum(yours) != len(layers):
         raise Wrong(
             yours=repr(yours),
-            expected=f"positive whole numbers that add up to {len(layers)}, as {best}",
+            expected=f"positive whole numbers that add up to {len(layers)}, such as {best}",
             hint="Each layer is in exactly one unit, in order.",
         )
     at_once = _gathered_at_once(layers, yours)
@@ -235,7 +237,7 @@ def _judge_units(
     if len(yours) > fewest:
         raise Wrong(
             yours=f"{list(yours)}: {len(yours)} units",
-            expected=f"{fewest} units, as {as_best}",
+            expected=f"{fewest} units, such as {as_best}",
             hint="It fits, but so does a choice with fewer gathers.",
         )
 
@@ -269,7 +271,7 @@ def _tokens_hint(ratio: float, gpus: int) -> str:
     ratios = {
         "Twice as many as needed. A parameter in bfloat16 has 2 bytes, and a multiplication and an addition "
         "count as two operations.": 2.0,
-        "Half of it. A parameter in bfloat16 has 2 bytes.": 0.5,
+        "Half the right number. A parameter in bfloat16 has 2 bytes.": 0.5,
         "A GPU already has its own part: it gets (gpus - 1)/gpus of the layer.": gpus / (gpus - 1),
         "That is for the whole step. Forward alone takes 2 operations per parameter and token.": 1
         / 3,
@@ -289,7 +291,7 @@ def fill_from_checkpoint(answer: Callable[[Any, Path], None]) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "checkpoint"
         for ranks in (4, 2):
-            given = f"a checkpoint of 4 ranks, a model of width {width} on {ranks} of them"
+            given = f"a checkpoint of 4 ranks, a model of width {width} on {ranks} ranks"
             with for_input(given, "Fill the model in place."):
                 results = on_ranks(
                     _fill_on_rank, ranks, answer, width, folder, given=given, gpu=GPU
@@ -301,7 +303,7 @@ def fill_from_checkpoint(answer: Callable[[Any, Path], None]) -> dict[str, str]:
                         expected=saved,
                         given=f"{given}, rank {rank}",
                         hint="The model hasn't changed: dcp.load fills the tensors of the "
-                        "dictionary that it's given. Are they the model's own?"
+                        "dictionary that you pass. Are they the model's own?"
                         if torch.equal(yours, untouched)
                         else "The values aren't the checkpoint's.",
                     )

@@ -87,7 +87,7 @@ def _hint_for_rows(yours: Any, whole: torch.Tensor) -> str:
         return "Return all of the output, (B, O), on every rank."
     off = yours - whole.detach()
     if all(torch.allclose(row, off[0], atol=1e-4) for row in off):
-        return "Only the bias is wrong: it must count once, after the sum, not on each rank."
+        return "Only the bias is wrong: add it once, after the sum, not on each rank."
     return "Each rank's product is one part of the sum: add up the parts over the ranks."
 
 
@@ -97,7 +97,7 @@ def _hint_for_gradient(yours: Any, right: torch.Tensor, ranks: int) -> str:
     if torch.allclose(yours, ranks * right, rtol=1e-3, atol=1e-4):
         return (
             f"{ranks} times too large: every rank already has the whole gradient, so backward "
-            "must not add it up again."
+            "must not sum it again."
         )
     if torch.allclose(ranks * yours, right, rtol=1e-3, atol=1e-4):
         return f"{ranks} times too small: if forward divides by the ranks, backward does, too."
@@ -181,8 +181,8 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
                 hint="Each rank has half of the query heads and all of the key-value heads: it "
                 "pairs the wrong ones."
                 if paired
-                else "An output that's a part of a sum, or a part of a row, must not be treated as "
-                "the whole: what does each layer output?",
+                else "Somewhere, one part of a sum or of a row is used as if it were the "
+                "whole: what does each layer output?",
             )
         if whole:
             raise Wrong(
@@ -202,7 +202,7 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
             )
     return {
         "for": given,
-        "output and gradients": "equal to one GPU",
+        "output and gradients": "equal to one GPU's",
         "sent": f"{_in_words(calls)}: the budget",
     }
 
@@ -246,7 +246,7 @@ def _full(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-@exercise("13.3", "Cross-entropy without the logits of others")
+@exercise("13.3", "Cross-entropy without gathering logits")
 def split_cross_entropy(answer: Callable[..., Any]) -> dict[str, Any]:
     shown = {}
     # The first ones are so large that exp overflows, and so is one of the others.
@@ -278,7 +278,7 @@ def split_cross_entropy(answer: Callable[..., Any]) -> dict[str, Any]:
         expected.backward()
         assert whole.grad is not None
         large = ", all near 200" if offset else ", one near 150"
-        given = f"{ranks} ranks, {tokens} tokens, {words // ranks} logits a token on each{large}"
+        given = f"{ranks} ranks, {tokens} tokens, {words // ranks} logits per token on each{large}"
         results = on_ranks(split, ranks, answer, logits, targets, given=given, gpu=GPU)
         for rank, (loss, gradient, forward, backward) in enumerate(results):
             where = f"{given}; on rank {rank}"
@@ -362,10 +362,10 @@ def _hint_for_time(
     yours: dict[int, float], degree: int, figures: Mapping[str, float], wanted: float
 ) -> str:
     if yours[degree] < (1 - _FAR_BELOW) * figures["host_s"]:
-        return "The host isn't done by then: it launches as many kernels as before."
+        return "The host isn't done by then: it still launches as many kernels as for one GPU."
     if degree == 1:
         return (
-            "One GPU computes all and sends nothing. Meanwhile the host launches: the longer of the "
+            "One GPU computes everything and sends nothing. Meanwhile the host launches: the longer of the "
             "two counts."
         )
     if yours[degree] < wanted:

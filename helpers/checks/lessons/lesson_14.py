@@ -116,7 +116,7 @@ def attend(answer: Callable[[torch.Tensor, Iterator[Any]], torch.Tensor]) -> dic
                     yours=f"{max(held)} blocks held at once",
                     expected="one, while it is needed",
                     given=given,
-                    hint="The values are right, but blocks are kept. They come once: carry along "
+                    hint="The values are right, but blocks are kept. They come once: keep "
                     "what's known so far, and drop each block.",
                 )
             largest = max(largest, seen.numel / (2 * 3 * 12 * keys.size(-2)))
@@ -204,8 +204,7 @@ def balanced(answer: Callable[[int, int], Sequence[int]]) -> dict[str, Any]:
                 yours=f"rank {busiest} computes {max(work):g} chunks' products ({dealt})",
                 expected=f"the mean, {mean:g}, on each rank",
                 given=given,
-                hint="Later chunks attend to more. Give each rank one of the early and one of the "
-                "late.",
+                hint="Later chunks attend to more. Give each rank an early one and a late one.",
             )
         in_order = 4 * ranks - 2
         shown[f"{ranks} ranks"] = (

@@ -32,18 +32,18 @@ def back_of_envelope(answer: Callable[..., Any]) -> dict[str, Any]:
             "mfu": random.choice((0.35, 0.4, 0.5)),
         }
         inputs = ", ".join(f"{key} {value:,}" for key, value in given.items())
-        with for_input(inputs, "Return two numbers: days, and bytes of each GPU."):
+        with for_input(inputs, "Return two numbers: days, and bytes per GPU."):
             yours = answer(**given)
             if not isinstance(yours, tuple | list) or len(yours) != 2:
                 raise Wrong(
                     yours=repr(yours),
-                    expected="two numbers: days, and bytes of each GPU",
+                    expected="two numbers: days, and bytes per GPU",
                     hint="Return days, state_bytes.",
                 )
             expected = _estimate(given)
             hints = _estimate_hints(yours, given)
             _expect_near(yours[0], expected[0], 0.01, "days", hints[0])
-            _expect_near(yours[1], expected[1], 0.01, "bytes of each GPU", hints[1])
+            _expect_near(yours[1], expected[1], 0.01, "bytes per GPU", hints[1])
     return {
         "the last one": f"Llama {name} on {given['tokens'] / 1e12:g} trillion tokens and "
         f"{given['gpus']:,} GPUs: {expected[0]:,.1f} days, {format_bytes(expected[1])} on each"
@@ -62,23 +62,23 @@ def _estimate_hints(yours: Any, given: dict[str, Any]) -> tuple[str, str]:
         "Attention is missing: 12 · layers · width · sequence FLOPs per token.": _estimate(
             {**given, "width": 0}
         )[0],
-        "That is only attention's forward: with backward, it's 12, not 4.": _estimate(
+        "That's only attention's forward pass: with backward, it's 12, not 4.": _estimate(
             {**given, "width": given["width"] / 3}
         )[0],
-        "That is half of attention: by convention, what the causal mask hides counts as well, "
+        "That's half of attention: by convention, what the causal mask hides counts as well, "
         "so it's 12, not 6.": _estimate({**given, "width": given["width"] / 2})[0],
-        "That is only the forward: backward takes twice as much.": days / 3,
+        "That's only the forward pass: backward takes twice as much.": days / 3,
         "These are seconds; a day has 86,400.": days * 86_400,
         "These are hours; a day has 24.": days * 24,
         "No GPU reaches its peak: the model FLOPs utilization is missing.": days * given["mfu"],
-        "That is one GPU's time: all of them compute together.": days * given["gpus"],
+        "That's one GPU's time: all of them compute together.": days * given["gpus"],
     }
     of_state = {
         "Nothing is sharded here: divide by the number of GPUs.": state * given["gpus"],
         "Parameters are 4 of the 16 bytes: gradients and Adam's two averages are the rest.": state
         / 4,
         "Gradients are missing: 16 bytes per parameter, not 12.": state * 3 / 4,
-        "That is mixed precision without its float32 copy: 16 bytes per parameter.": state / 2,
+        "That's mixed precision without its float32 copy: 16 bytes per parameter.": state / 2,
         "These are GB; return bytes.": state / 1e9,
         "These are GiB; return bytes.": state / 2**30,
     }
@@ -151,7 +151,7 @@ def _slow_hint(step: ExtrapolatedStep) -> str:
         )
     if step.plan.recompute == "full":
         return (
-            "It computes all the time, but a quarter of that is recomputation: make room to "
+            "The GPU computes all the time, but part of that is recomputation: make room to "
             "recompute less."
         )
     return "There's little recomputation and little waiting: fill the remaining memory with tokens."
@@ -290,9 +290,9 @@ def _speed_hint(mine: float, step: ExtrapolatedStep) -> str:
     if math.isclose(mine, at_peak, rel_tol=0.1):
         return "That is the full peak: arithmetic reaches half of it."
     if math.isclose(mine, at_peak / 2 * plan.layout.ranks, rel_tol=0.4):
-        return "Tokens/s of one GPU, not of all."
+        return "Give the tokens/s of one GPU, not of all."
     if plan.recompute == "full" and math.isclose(mine, at_peak / 2, rel_tol=0.05):
-        return "Full recomputation computes forward twice: four thirds of the FLOPs."
+        return "Full recomputation runs forward twice: count 5/4 of the FLOPs."
     return f"A step is, in virtual time, {_where(step)}."
 
 
@@ -301,7 +301,7 @@ def _same_task(plan: Plan, wanted: Plan) -> None:
         raise Wrong(
             yours=f"a layout with {plan.layout.pp} stages",
             expected="dp_replicate × dp_shard × tp, without stages",
-            hint="A pipeline may well do it, and predict(plan) can tell. But this check records only a "
+            hint="A pipeline may well work; predict(plan) can tell. But this check records only a "
             "few layers, and stages don't divide those as they do the whole model.",
         )
     names = ("sizes", "sequence", "gpus_per_host", "network")

@@ -81,8 +81,10 @@ def _delay_hint(yours: list[float], rows: list[Row]) -> str:
     if len(yours) != len(right):
         return "Kernels only: one number for each row of category kernel, none for copies."
     if sorted(yours) == sorted(right):
-        return "The right numbers in the wrong order: sort the kernels by ts."
-    return "Its launch is the one with the same correlation, not the one before it in the list."
+        return "The numbers are right, but in the wrong order: sort the kernels by ts."
+    return (
+        "A kernel's launch is the row with the same correlation, not the row before it in the list."
+    )
 
 
 def _start(row: Row) -> float:
@@ -206,21 +208,21 @@ def _step_ms(timeline: Timeline) -> float:
 
 def _number_hint(fault: str, number: float, found: float, timeline: Timeline) -> str:
     if fault == "straggler":
-        return "It is the rank whose GPU computes longest, and whose collectives are shortest."
+        return "It's the rank whose GPU computes longest, and whose collectives are shortest."
     steps = faulty_traces.STEPS
     wrong = {
-        "That is for all three steps.": found * steps,
-        "That is the other share: one minus the right one.": 1 - found
+        "That's for all three steps.": found * steps,
+        "That's the other share: one minus the right one.": 1 - found
         if fault in ("launches", "bubble")
         else -1,
-        "In percent; give a share, from 0 to 1.": 100 * found,
-        "In µs; give ms.": 1000 * found,
-        "In seconds; give ms.": found / 1000,
+        "In percent: give a share, from 0 to 1.": 100 * found,
+        "In µs: give ms.": 1000 * found,
+        "In seconds: give ms.": found / 1000,
         "That includes what overlaps with kernels: count only while GPU 0 computes nothing.": (
             timeline.copying_s("vgpu:0") * 1e3 / steps
         ),
     }
-    otherwise = "reading(six[letter], rank=0) has it, or what you need for it."
+    otherwise = "reading(six[letter], rank=0) has it, or what you need to compute it."
     return hint_by_value(number, wrong, otherwise, within=0.03)
 
 
@@ -245,7 +247,7 @@ def one_page(answer: Callable[[list[Row]], list[Row]]) -> dict[str, Any]:
                 yours=f"{len(rows)} rows",
                 expected=f"{sum(len(trace['traceEvents']) for trace in traces)}",
                 given=given,
-                hint="All rows of all ranks, with their args.",
+                hint="Return all rows of all ranks, with their args.",
             )
         with for_input(given, "Rows keep their keys: ph, pid, ts, and so on."):
             _check_page(rows, traces, given)
@@ -287,7 +289,7 @@ def _check_page(rows: list[Row], traces: list[Row], given: str) -> None:
                 yours=f"{len(pids[-1])} processes of rank {rank}",
                 expected="2, as in its trace",
                 given=given,
-                hint="A number for each pair of rank and pid.",
+                hint="Use a separate number for each pair of rank and pid.",
             )
         for row in spans:
             new = marks[row["args"]["mark"]]
@@ -349,7 +351,7 @@ def _check_arrows(rows: list[Row], pids: list[set[Any]], given: str) -> None:
 def _clock_hint(yours: float, own: float, later_ns: float) -> str:
     values = {
         "Nanoseconds are not microseconds: divide by 1000.": own + later_ns,
-        "That is the rank's own clock: baseTimeNanoseconds says when it started.": own,
+        "That's the rank's own clock: baseTimeNanoseconds says when it started.": own,
         "Later clocks have larger times on the common one: add the difference.": own
         - later_ns / 1e3,
     }
@@ -429,7 +431,7 @@ def _peak_hint(yours: dict[str, int], trace: list[Row]) -> str:
     right = sum(_held(trace, at_end=False).values())
     everything = sum(entry["size"] for entry in trace if entry["action"] == "alloc")
     if yours == _held(trace, at_end=True):
-        return "That's what is held at the end: take a copy of what's held at the peak."
+        return "That's what is held at the end: copy what's held at the peak."
     if yours == _held(trace, at_end=False, outermost=True):
         return "Frames start with the innermost: frames[0]."
     if sum(yours.values()) == everything:

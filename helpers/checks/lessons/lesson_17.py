@@ -51,7 +51,7 @@ def _judge_rounding(yours: torch.Tensor, low: float, high: float, share: float, 
             yours=f"{others[0].item():.6g} among the results",
             expected=f"{low:g} or {high:g}, the two neighbors",
             given=given,
-            hint="Set all 16 lower bits to zero before the cast to bfloat16, or it rounds again.",
+            hint="Set all 16 lower bits to zero before the cast to bfloat16, or the cast rounds again.",
         )
     found = (yours == high).double().mean().item()
     # 40,000 draws: three standard deviations are below 0.7 %.
@@ -59,7 +59,7 @@ def _judge_rounding(yours: torch.Tensor, low: float, high: float, share: float, 
         if share == 0:
             hint = (
                 "bfloat16 has this number, so it must stay as it is. Set the lower 16 bits to zero "
-                "before the cast to bfloat16, or it rounds again."
+                "before the cast to bfloat16, or the cast rounds again."
             )
         elif found in (0.0, 1.0):
             hint = "All are rounded the same way. Each number needs its own random number."
@@ -147,8 +147,8 @@ def worst_layer(answer: Callable[[dict[str, torch.Tensor]], Any]) -> dict[str, s
                 raise Wrong(yours=repr(name), expected=f"one of {', '.join(shares)}")
         if name != worst:
             raise Wrong(
-                yours=f"{name}, of which {shares[name]:.1%} become 0",
-                expected=f"{worst}, of which {shares[worst]:.1%} become 0",
+                yours=f"{name}: {shares[name]:.1%} become 0",
+                expected=f"{worst}: {shares[worst]:.1%} become 0",
                 given=given,
                 hint=_layer_hint(name, activations),
             )
@@ -267,9 +267,9 @@ def _recipe_hint(
     yours: Any, errors: Mapping[str, float], most: float, times_s: Mapping[str, float]
 ) -> str:
     if yours is None:
-        return "There is one that is good enough."
+        return "There is a recipe that's good enough."
     if yours not in errors:
         return "Return one of the names in times_s, or None."
     if errors[yours] > most:
-        return "It is off by more than that. Round both factors, multiply, then compare products."
-    return "Good enough, but another one that's good enough is faster."
+        return "It's off by more than that. Round both factors, multiply, then compare products."
+    return "This one is good enough, but so is a faster one."

@@ -37,7 +37,7 @@ def cache_of_one_gpu(answer: Callable[..., Any]) -> dict[str, Any]:
         )
         with for_input(given):
             found = answer(sizes, sequences, tokens, bits, tp)
-            expect_number(found, "a number of bytes", "Return the product.")
+            expect_number(found, "a number of bytes", "Return a product of integers.")
             hint = _hint_for_cache(found, right, sizes, tp, bits)
             expect_equal(found, right, hint=hint)
         shown[f"Llama {name}'s heads, {sizes.layers} layers, {bits} bits, tp {tp}"] = (
@@ -57,8 +57,9 @@ def _hint_for_cache(found: float, right: int, sizes: TransformerSizes, tp: int, 
     wrong = {
         **(whole_heads if tp > sizes.key_value_heads else {}),
         "Keys and values: two numbers, not one.": right / 2,
-        "That is for all GPUs together; each has some heads only.": right * tp,
-        "The cache has key-value heads, fewer than the heads of queries.": right * group,
+        "That's for all GPUs together; each has only some of the heads.": right * tp,
+        "The cache holds key-value heads, and there are fewer of them than query heads.": right
+        * group,
         "A number with that many bits has bits / 8 bytes.": right * 8,
         "A number takes as many bits as given, not always 16.": right * 16 / bits,
         "Every layer has its own cache.": right / sizes.layers,
@@ -96,7 +97,7 @@ def draw_from_split_vocabulary(answer: Callable[..., Any]) -> dict[str, Any]:
         scores = (logits + noise).unflatten(-1, (ranks, -1))  # (B, ranks, words on each)
         expected = scores.flatten(1).argmax(-1)
         bests = scores.argmax(-1) + each * torch.arange(ranks)  # of each rank
-        given = f"{ranks} ranks, {batch} sequences, {each} words on each"
+        given = f"{ranks} ranks, {batch} sequences, {each} tokens of the vocabulary on each"
         results = on_ranks(split, ranks, answer, logits, noise, given=given, gpu=GPU)
         for rank, (drawn, calls) in enumerate(results):
             where = f"{given}; on rank {rank}"
@@ -109,11 +110,11 @@ def draw_from_split_vocabulary(answer: Callable[..., Any]) -> dict[str, Any]:
                     yours=f"{format_bytes(spent)} in {len(calls)} collectives",
                     expected=f"at most two numbers per sequence from each rank, {2 * 8 * batch * ranks} B",
                     given=where,
-                    hint="The words are right, but over the budget: choose on each rank first.",
+                    hint="The tokens are right, but over the budget: choose on each rank first.",
                 )
         shown[given] = (
             f"{format_bytes(spent)} gathered; all logits would be {format_bytes(4 * batch * words)}, "
-            f"and {format_bytes(4 * batch * 128_256)} with Llama 3's words"
+            f"and {format_bytes(4 * batch * 128_256)} with Llama 3's vocabulary"
         )
     return shown
 
@@ -122,9 +123,9 @@ def _hint_for_draw(drawn: Any, expected: torch.Tensor, bests: torch.Tensor, word
     if not isinstance(drawn, torch.Tensor) or drawn.shape != expected.shape:
         return "Return a tensor with one number for each sequence, (B,)."
     if drawn.dtype != torch.int64:
-        return "Return the words' indices as int64, not values."
+        return "Return the tokens' ids as int64, not values."
     if torch.equal(drawn, expected % words):
-        return "An index counts from its rank's own first word: add rank * V/n."
+        return "An index counts from its rank's own first token: add rank * V/n."
     if (drawn.unsqueeze(-1) == bests).any(-1).all():
         return "Each rank's best is right; which rank has the best of all?"
     return "Take the largest of logits + noise on each rank, then the largest of those."
@@ -219,7 +220,7 @@ def prefill_that_starves_nobody(answer: Callable[..., Any]) -> dict[str, Any]:
         "first token of the long one": f"{format_seconds(served[0].first_token_s)}; in order of arrival "
         f"{format_seconds(in_order[0].first_token_s)}",
         "longest gap between two tokens": format_seconds(max(max(g.gaps_s) for g in served)),
-        "prompts at once": f"up to {most_prompts}, and each moved on in every forward",
+        "prompts at once": f"up to {most_prompts}, and each advanced in every forward pass",
     }
 
 
@@ -227,14 +228,14 @@ def _check_forward(tokens: Any, generations: Sequence[Generation]) -> None:
     if not isinstance(tokens, list | tuple) or len(tokens) != len(generations):
         raise Wrong(
             yours=tokens,
-            expected="a list with a whole number for each generation, in their order",
+            expected="a list with an integer for each generation, in their order",
             hint="Return how many tokens each gets, as in [12, 1, 1], including those that decode.",
         )
     for n, g in zip(tokens, generations, strict=True):
         if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= (g.prompt_left or 1):
             raise Wrong(
                 yours=f"{n!r} tokens for one with prompt_left {g.prompt_left}",
-                expected="a whole number, no more than it has left",
+                expected="an integer, no more than it has left",
                 hint="A generation that decodes gets one token, a prompt at most prompt_left.",
             )
     idle = [n for n, g in zip(tokens, generations, strict=True) if not g.prompt_left and n == 0]
@@ -247,19 +248,19 @@ def _check_forward(tokens: Any, generations: Sequence[Generation]) -> None:
     prompts = [(n, g) for n, g in zip(tokens, generations, strict=True) if g.prompt_left]
     if sum(tokens) > BUDGET:
         raise Wrong(
-            yours=f"{sum(tokens)} tokens", expected=f"at most {BUDGET} in a forward",
-            hint="Those that decode count, too. Divide only what they leave.",
+            yours=f"{sum(tokens)} tokens", expected=f"at most {BUDGET} in a forward pass",
+            hint="Those that decode count, too. Divide only what they leave over.",
         )  # fmt: skip
     if starved := [g for n, g in prompts if n == 0]:
         raise Wrong(
             yours=f"a prompt with {starved[0].prompt_left} tokens left gets none",
             expected="some tokens for each waiting prompt",
-            hint="It could wait a long time like this. Give each prompt a share of the forward.",
+            hint="It could wait a long time like this. Give each prompt a share of the forward pass.",
         )
     possible = min(BUDGET, len(generations) - len(prompts) + sum(g.prompt_left for _, g in prompts))
     if sum(tokens) < possible - len(prompts):
         raise Wrong(
-            yours=f"a forward of {sum(tokens)} tokens",
+            yours=f"a forward pass of {sum(tokens)} tokens",
             expected=f"{possible}: there are that many to compute, and the budget allows them",
             hint="A prompt that needs less than its share leaves the rest to the others.",
         )

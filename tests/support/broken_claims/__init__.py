@@ -23,8 +23,8 @@ Edits = Sequence[tuple[str, str]]
 class Broken:
     """A claim whose mechanism is broken in one way; the cell tagged ``claim-<id>`` must then fail.
 
-    ``edits`` are pairs of text: the old one must occur exactly once in the lesson's code up to the
-    proving cell, and is replaced with the new one. ``before`` is code that runs right before the
+    The text ``old`` must occur exactly once in the lesson's code up to the proving cell, and is
+    replaced with ``new``; ``further`` has further such pairs. ``before`` is code that runs right before the
     proving cell, with the lesson's names; its ``patch("torch.nn.DataParallel.scatter", new)``
     replaces something in a module and is undone afterwards. Ranks are separate processes, which
     only an edit reaches. ``shorter`` has edits that break nothing and only save time, such as a
@@ -33,17 +33,23 @@ class Broken:
 
     claim: str
     how: str
-    edits: Edits = ()
+    old: str = ""
+    new: str = ""
+    further: Edits = ()
     before: str = ""
     shorter: Edits = ()
     # The proving cell's id, for a claim with several.
     cell: str = ""
     # Ids of cells that it needs although it doesn't use their names: they change an object.
     needs: Sequence[str] = ()
-    # Takes a second or more, while other breaks in the lesson don't: make test-all tries this one.
+    # Takes more than a few seconds: only make test-all tries it.
     expensive: bool = False
     # Must be in "<type>: <message>" of the error that the proving cell raises.
     error: str = "AssertionError"
+
+    @property
+    def edits(self) -> Edits:
+        return [(self.old, self.new), *self.further] if self.old else []
 
 
 def all_broken() -> list[Broken]:

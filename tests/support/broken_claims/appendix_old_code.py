@@ -11,33 +11,21 @@ BROKEN = [
     Broken(
         "A14",
         "the shell takes the line with spaces",
-        edits=[
-            (
-                '    "CUDA_VISIBLE_DEVICES = 2,3 python show.py",',
-                '    "CUDA_VISIBLE_DEVICES=2,3 python show.py",',
-            )
-        ],
+        old='    "CUDA_VISIBLE_DEVICES = 2,3 python show.py",',
+        new='    "CUDA_VISIBLE_DEVICES=2,3 python show.py",',
     ),
     Broken(
         "A18",
         "the old call changes nothing",
-        edits=[
-            (
-                "set_default_tensor_type(torch.DoubleTensor)",
-                "set_default_tensor_type(torch.FloatTensor)",
-            )
-        ],
+        old="set_default_tensor_type(torch.DoubleTensor)",
+        new="set_default_tensor_type(torch.FloatTensor)",
         cell="default-type",
     ),
     Broken(
         "A19",
         "type=bool reads the word",
-        edits=[
-            (
-                'add_argument("--cuda", type=bool,',
-                'add_argument("--cuda", type=lambda word: word == "True",',
-            )
-        ],
+        old='add_argument("--cuda", type=bool,',
+        new='add_argument("--cuda", type=lambda word: word == "True",',
     ),
     Broken(
         "A20",
@@ -47,17 +35,14 @@ BROKEN = [
     Broken(
         "A21",
         "new_zeros ignores the dtype of its tensor",
-        edits=[("five = half.new_zeros(5)", "five = torch.zeros(5)")],
+        old="five = half.new_zeros(5)",
+        new="five = torch.zeros(5)",
     ),
     Broken(
         "A21",
         "requires_grad is copied",
-        edits=[
-            (
-                "assert not learned.new_zeros(5).requires_grad and",
-                "assert not torch.zeros_like(learned, requires_grad=learned.requires_grad).requires_grad and",
-            )
-        ],
+        old="assert not learned.new_zeros(5).requires_grad and",
+        new="assert not torch.zeros_like(learned, requires_grad=learned.requires_grad).requires_grad and",
     ),
     Broken(
         "A22",
@@ -65,16 +50,12 @@ BROKEN = [
         before="patch('torch.Tensor.double', lambda self: nn.Parameter(self))",
     ),
     Broken("A23", "wrapping keeps the history", before="Variable = lambda tensor: tensor"),
-    Broken("A23", "wrapping copies", edits=[("Variable(plain)", "Variable(plain.clone())")]),
+    Broken("A23", "wrapping copies", old="Variable(plain)", new="Variable(plain.clone())"),
     Broken(
         "A31",
         "volatile still records nothing",
-        edits=[
-            (
-                "    images = Variable(images, volatile=True)\nprint",
-                "    images = Variable(images, volatile=True)\nmodel.requires_grad_(False)\nprint",
-            )
-        ],
+        old="    images = Variable(images, volatile=True)\nprint",
+        new="    images = Variable(images, volatile=True)\nmodel.requires_grad_(False)\nprint",
         cell="volatile-does-nothing",
     ),
 ]

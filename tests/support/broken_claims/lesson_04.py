@@ -7,50 +7,44 @@ BROKEN = [
         "B01",
         "all GPUs are not the default",
         cell="arguments",
-        edits=[("default = nn.DataParallel(model)", "default = nn.DataParallel(model, gpus[:2])")],
+        old="default = nn.DataParallel(model)",
+        new="default = nn.DataParallel(model, gpus[:2])",
     ),
     Broken(
         "B01",
         "the first dimension is cut, whatever dim says",
         cell="dim-proved",
-        edits=[("gpus[:2], dim=1)(sequences)", "gpus[:2])(sequences)")],
+        old="gpus[:2], dim=1)(sequences)",
+        new="gpus[:2])(sequences)",
     ),
     Broken(
         "B02",
         "the last batch is dropped",
-        edits=[
-            ("length=100), batch_size=30)", "length=100), batch_size=30, drop_last=True)"),
-            ('"batch 3", "batch 4",', '"batch 3",'),  # a table of three batches
-        ],
+        old="length=100), batch_size=30)",
+        new="length=100), batch_size=30, drop_last=True)",
+        further=[('"batch 3", "batch 4",', '"batch 3",')],
     ),
     Broken(
         "B03",
         "the second GPU gets nothing",
-        edits=[
-            (
-                "{count: one_epoch(gpus[:count]) for count in (1, 2, 3)}",
-                "{count: one_epoch(gpus[: 1 if count == 2 else count]) for count in (1, 2, 3)}",
-            ),
-        ],
+        old="{count: one_epoch(gpus[:count]) for count in (1, 2, 3)}",
+        new="{count: one_epoch(gpus[: 1 if count == 2 else count]) for count in (1, 2, 3)}",
     ),
     Broken(
         "B05",
         "a batch is shared out evenly, so that all eight run",
-        edits=[
-            (
-                "runs[8] = one_epoch(gpus)",
-                "evenly = lambda self, inputs, kwargs, ids: (\n"
-                "    [(part.to(gpu),) for part, gpu in zip(inputs[0].tensor_split(8), gpus)], [{}] * 8)\n"
-                "whole, nn.DataParallel.scatter = nn.DataParallel.scatter, evenly\n"
-                "runs[8] = one_epoch(gpus)\n"
-                "nn.DataParallel.scatter = whole",
-            )
-        ],
+        old="runs[8] = one_epoch(gpus)",
+        new="evenly = lambda self, inputs, kwargs, ids: (\n"
+        "    [(part.to(gpu),) for part, gpu in zip(inputs[0].tensor_split(8), gpus)], [{}] * 8)\n"
+        "whole, nn.DataParallel.scatter = nn.DataParallel.scatter, evenly\n"
+        "runs[8] = one_epoch(gpus)\n"
+        "nn.DataParallel.scatter = whole",
     ),
     Broken(
         "B06",
         "one thread runs the replicas, in their order",
-        edits=[("others_done.wait(timeout=30)", "others_done.wait(timeout=0.1)")],
+        old="others_done.wait(timeout=30)",
+        new="others_done.wait(timeout=0.1)",
         before=(
             "patch('torch.nn.DataParallel.parallel_apply', lambda self, replicas, inputs, kwargs:"
             " [r(*i, **k) for r, i, k in zip(replicas, inputs, kwargs)])"
@@ -59,9 +53,8 @@ BROKEN = [
     Broken(
         "B04",
         "one GPU does it all",
-        edits=[
-            ("nn.DataParallel(model, device_ids=gpus)", "nn.DataParallel(model, gpus[:1])"),
-        ],
+        old="nn.DataParallel(model, device_ids=gpus)",
+        new="nn.DataParallel(model, gpus[:1])",
     ),
     Broken(
         "B07",
@@ -82,8 +75,7 @@ BROKEN = [
         "B32",
         "without a GPU it complains",
         expensive=True,
-        edits=[
-            ("print(parallel.device_ids,", "import warnings; warnings.warn('no GPU'); print([],")
-        ],
+        old="print(parallel.device_ids,",
+        new="import warnings; warnings.warn('no GPU'); print([],",
     ),
 ]

@@ -26,57 +26,50 @@ BROKEN = [
     Broken(
         "B13",
         "the outputs are small",
-        edits=[
-            ("torch.randint(4096, (batch_size,))", "torch.randint(8, (batch_size,))"),
+        old="torch.randint(4096, (batch_size,))",
+        new="torch.randint(8, (batch_size,))",
+        further=[
             (
                 "nn.Linear(128, 4096)).to(gpus[0])\n    batch",
                 "nn.Linear(128, 8)).to(gpus[0])\n    batch",
-            ),
+            )
         ],
     ),
-    Broken(
-        "B27",
-        "the replicas' gradients are averaged",
-        edits=[(FRESH, FRESH + MEAN_FOR_SUM)],
-    ),
+    Broken("B27", "the replicas' gradients are averaged", old=FRESH, new=FRESH + MEAN_FOR_SUM),
     Broken(
         "B16",
         "replicas are kept from one forward to the next",
-        edits=[(READS, _with_replicate("kept.setdefault(module, replicate(module, ids))"))],
+        old=READS,
+        new=_with_replicate("kept.setdefault(module, replicate(module, ids))"),
     ),
     Broken(
         "B16",
         "the weights stay on GPU 0 and the module is shared",
-        edits=[(READS, _with_replicate("[module] * len(ids)"))],
+        old=READS,
+        new=_with_replicate("[module] * len(ids)"),
     ),
     Broken(
         "B17",
         "one GPU, so nothing is replicated",
-        edits=[("nn.DataParallel(counter, gpus)", "nn.DataParallel(counter, gpus[:1])")],
+        old="nn.DataParallel(counter, gpus)",
+        new="nn.DataParallel(counter, gpus[:1])",
     ),
     Broken(
         "B18",
         "one GPU, which sees the whole batch",
-        edits=[("nn.DataParallel(norm, gpus)", "nn.DataParallel(norm, gpus[:1])")],
+        old="nn.DataParallel(norm, gpus)",
+        new="nn.DataParallel(norm, gpus[:1])",
     ),
     Broken(
         "B31",
         "the replicas overlap, as they would without the lock",
-        edits=[
-            (
-                "while time.thread_time() < started_s + 0.1:\n            pass",
-                "time.sleep(0.02)",
-            )
-        ],
+        old="while time.thread_time() < started_s + 0.1:\n            pass",
+        new="time.sleep(0.02)",
     ),
     Broken(
         "C20",
         "the chunks come through GPU 0",
-        edits=[
-            (
-                "lambda: scatter(wide_batch, gpus)",
-                "lambda: scatter(wide_batch.to(gpus[0]), gpus)",
-            )
-        ],
+        old="lambda: scatter(wide_batch, gpus)",
+        new="lambda: scatter(wide_batch.to(gpus[0]), gpus)",
     ),
 ]

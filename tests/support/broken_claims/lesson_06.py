@@ -6,37 +6,41 @@ BROKEN = [
     Broken(
         "C01",
         "the source's tensor is not sent",
+        expensive=True,
         cell="one-to-all-figure",
-        edits=[("    dist.broadcast(tensor, src=0)\n", "")],
+        old="    dist.broadcast(tensor, src=0)\n",
+        new="",
     ),
     Broken(
         "C01",
         "nobody waits at the barrier",
+        expensive=True,
         cell="barrier-run",
-        edits=[("    dist.barrier()\n    return came_s", "    return came_s")],
+        old="    dist.barrier()\n    return came_s",
+        new="    return came_s",
     ),
     Broken(
         "C02",
         "the ring sends whole tensors",
         expensive=True,
-        edits=[("yield outgoing.nbytes", "yield tensor.nbytes")],
+        old="yield outgoing.nbytes",
+        new="yield tensor.nbytes",
         shorter=[("for n in (2, 3, 4, 5, 6)}", "for n in (2, 6)}")],
     ),
     Broken(
         "C03",
         "the ranks do not meet: each has a world of its own",
+        expensive=True,
         cell="by-hand-run",
-        edits=[
-            (
-                "init_method=meeting_point, rank=rank, world_size=world_size",
-                'init_method=f"{meeting_point}-{rank}", rank=0, world_size=1',
-            )
-        ],
+        old="init_method=meeting_point, rank=rank, world_size=world_size",
+        new='init_method=f"{meeting_point}-{rank}", rank=0, world_size=1',
     ),
     Broken(
         "C04",
         "the rank without losses adds nothing, and comes",
+        expensive=True,
         cell="hang-asserted",
-        edits=[("        return None  # nothing to add here", "        mine = torch.zeros(1)")],
+        old="        return None  # nothing to add here",
+        new="        mine = torch.zeros(1)",
     ),
 ]

@@ -3,7 +3,7 @@
 from broken_claims import Broken
 
 BY_HAND = {"claim": "C07", "cell": "compare-by-hand"}
-REAL = {"claim": "C07", "cell": "run-the-real-one"}
+REAL = {"claim": "C07", "cell": "run-the-real-one", "expensive": True}
 REAL_RUN = 'enumerate(launch.run(on_a_rank, world_size, DDP, gpu="V100"))'
 # The resumed run doesn't show that four epochs are enough.
 _TWO_EPOCHS = [
@@ -16,135 +16,122 @@ _TWO_EPOCHS = [
 DEAL = "[DistributedSampler(range(length), world_size, rank, **options)"
 
 
-def real_run_with(wrap: str) -> list[tuple[str, str]]:
-    return [(REAL_RUN, REAL_RUN.replace("DDP", wrap))]
-
-
 BROKEN = [
     Broken(
         **BY_HAND,
         how="gradients are summed in place of averaged",
-        edits=[("parameter.grad /= dist.get_world_size()", "pass")],
+        old="parameter.grad /= dist.get_world_size()",
+        new="pass",
     ),
     Broken(
         **BY_HAND,
         how="gradients stay on their ranks",
-        edits=[("    dist.all_reduce(parameter.grad)", "    return")],
+        old="    dist.all_reduce(parameter.grad)",
+        new="    return",
     ),
     Broken(
         **BY_HAND,
         how="each rank starts from its own weights",
-        edits=[("dist.broadcast(tensor.data, src=0)", "pass")],
+        old="dist.broadcast(tensor.data, src=0)",
+        new="pass",
     ),
-    Broken(**REAL, how="gradients stay on their ranks", edits=real_run_with("lambda model: model")),
+    Broken(
+        **REAL,
+        how="gradients stay on their ranks",
+        old=REAL_RUN,
+        new=REAL_RUN.replace("DDP", "lambda model: model"),
+    ),
     Broken(
         **REAL,
         how="each rank starts from its own weights",
-        edits=real_run_with("lambda model: DDP(model, init_sync=False)"),
+        old=REAL_RUN,
+        new=REAL_RUN.replace("DDP", "lambda model: DDP(model, init_sync=False)"),
     ),
     Broken(
         "C08",
         "DDP sums",
         expensive=True,
-        edits=[("    (factor * loss).backward()", "    (world_size * factor * loss).backward()")],
+        old="    (factor * loss).backward()",
+        new="    (world_size * factor * loss).backward()",
     ),
     Broken(
         "C11",
         "nothing is padded",
         cell="disjoint-but-padded",
-        edits=[
-            (
-                "hands = deal(10, 4, shuffle=False)",
-                "hands = deal(10, 4, shuffle=False, drop_last=True)",
-            )
-        ],
+        old="hands = deal(10, 4, shuffle=False)",
+        new="hands = deal(10, 4, shuffle=False, drop_last=True)",
     ),
     Broken(
         "C13",
         "the epoch is counted",
-        edits=[
-            (
-                "first, second = list(sampler), list(sampler)",
-                "first = list(sampler); sampler.set_epoch(2); second = list(sampler)",
-            )
-        ],
+        old="first, second = list(sampler), list(sampler)",
+        new="first = list(sampler); sampler.set_epoch(2); second = list(sampler)",
     ),
     Broken(
         "C14",
         "batch norm is not converted",
+        expensive=True,
         cell="sync-by-hand",
-        edits=[
-            (
-                "nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3)).to(gpu)",
-                "nn.BatchNorm1d(3).to(gpu)",
-            )
-        ],
+        old="nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3)).to(gpu)",
+        new="nn.BatchNorm1d(3).to(gpu)",
     ),
     Broken(
         "C15",
         "buffers stay on their ranks",
         expensive=True,
         cell="buffers-at-init",
-        edits=[
-            (
-                'together = launch.run(running_mean, 2, True, gpu="V100")',
-                'together = launch.run(running_mean, 2, False, gpu="V100")',
-            )
-        ],
+        old='together = launch.run(running_mean, 2, True, gpu="V100")',
+        new='together = launch.run(running_mean, 2, False, gpu="V100")',
     ),
     Broken(
         "C15",
         "inputs stay where they are",
+        expensive=True,
         cell="device-ids-error",
-        edits=[("device_ids=[gpu.index] if ids else None", "device_ids=None")],
+        old="device_ids=[gpu.index] if ids else None",
+        new="device_ids=None",
         error="RankRaised",
     ),
     Broken(
         "C15",
         "every rank uses every branch",
+        expensive=True,
         cell="find-unused-works",
-        edits=[
-            (
-                "return self.branches[which](x)",
-                "return sum(branch(x) for branch in self.branches)",
-            )
-        ],
+        old="return self.branches[which](x)",
+        new="return sum(branch(x) for branch in self.branches)",
     ),
     Broken(
         "C16",
         "no barrier before the file is read",
+        expensive=True,
         cell="with-the-barrier",
-        edits=[("    if wait:\n        dist.barrier()\n", "")],
+        old="    if wait:\n        dist.barrier()\n",
+        new="",
         error="FileNotFoundError",
     ),
     Broken(
         "C16",
         "the wrapper is saved",
+        expensive=True,
         cell="with-the-barrier",
-        edits=[
-            (
-                "torch.save(parallel.module.state_dict(), path)",
-                "torch.save(parallel.state_dict(), path)",
-            )
-        ],
+        old="torch.save(parallel.module.state_dict(), path)",
+        new="torch.save(parallel.state_dict(), path)",
         error="Missing key(s)",
     ),
     Broken(
         "C17",
         "the forward stands outside of no_sync, and every backward sends",
         expensive=True,
-        edits=[("if use_no_sync and micro < 3:", "if False:")],
+        old="if use_no_sync and micro < 3:",
+        new="if False:",
     ),
     Broken(
         "C18",
         "the ranks have equally many batches",
+        expensive=True,
         cell="unequal-hang",
-        edits=[
-            (
-                "    for _ in range(3 + rank):\n        model(x)",
-                "    for _ in range(3):\n        model(x)",
-            )
-        ],
+        old="    for _ in range(3 + rank):\n        model(x)",
+        new="    for _ in range(3):\n        model(x)",
     ),
     Broken(
         "C21",
@@ -152,6 +139,7 @@ BROKEN = [
         expensive=True,
         cell="resume-the-run",
         shorter=_TWO_EPOCHS,
-        edits=[("launch.run(train, 2, cut_run, ", "launch.run(train, 2, cut_run, 1, ")],
+        old="launch.run(train, 2, cut_run, ",
+        new="launch.run(train, 2, cut_run, 1, ",
     ),
 ]

@@ -19,23 +19,22 @@ BROKEN = [
         "D07",
         "the batch goes through in one piece",
         expensive=True,
-        edits=[(_IN_PIECES, "        for hidden in [batch]:\n")],
+        old=_IN_PIECES,
+        new="        for hidden in [batch]:\n",
         shorter=_PUBLISHED_SIZES,
     ),
     Broken(
         "D07",
         "the loop waits for each piece, forward and backward",
         expensive=True,
-        edits=[
-            (
-                _IN_PIECES,
-                _IN_PIECES
-                + "            hidden.requires_grad_().register_hook(lambda g: torch.accelerator.synchronize(g.device))\n",
-            ),
+        old=_IN_PIECES,
+        new=_IN_PIECES
+        + "            hidden.requires_grad_().register_hook(lambda g: torch.accelerator.synchronize(g.device))\n",
+        further=[
             (
                 "            outputs.append(hidden)\n        return",
                 "            outputs.append(hidden)\n            torch.accelerator.synchronize(hidden.device)\n        return",
-            ),
+            )
         ],
         shorter=_PUBLISHED_SIZES,
     ),
@@ -43,74 +42,56 @@ BROKEN = [
         "D08",
         "both stages are on one GPU, so nobody idles",
         expensive=True,
-        edits=[("pipeline(halves(), gpus, size)", "pipeline(halves(), gpus[:1] * 2, size)")],
+        old="pipeline(halves(), gpus, size)",
+        new="pipeline(halves(), gpus[:1] * 2, size)",
         shorter=_FEW_SIZES,
     ),
     Broken(
         "D09",
         "the loop waits for each piece",
         expensive=True,
-        edits=[
-            (
-                "            outputs.append(hidden)\n        return",
-                "            outputs.append(hidden)\n            torch.accelerator.synchronize(hidden.device)\n        return",
-            )
-        ],
+        old="            outputs.append(hidden)\n        return",
+        new="            outputs.append(hidden)\n            torch.accelerator.synchronize(hidden.device)\n        return",
     ),
     Broken(
         "D10",
         "a copy waits for nobody",
         cell="copy-in-both",
-        edits=[
-            (
-                "            x.to(lab.devices[1])\n",
-                "            with torch.Stream(lab.devices[0]), torch.Stream(lab.devices[1]):\n                x.to(lab.devices[1])\n",
-            )
-        ],
+        old="            x.to(lab.devices[1])\n",
+        new="            with torch.Stream(lab.devices[0]), torch.Stream(lab.devices[1]):\n                x.to(lab.devices[1])\n",
     ),
     Broken(
         "D10",
         "the copy's user needs no wait, since Python waits",
         cell="race",
-        edits=[
-            (
-                "            used = moved + 0",
-                "            torch.accelerator.synchronize(there)\n            used = moved + 0",
-            )
-        ],
+        old="            used = moved + 0",
+        new="            torch.accelerator.synchronize(there)\n            used = moved + 0",
     ),
     Broken(
         "A33",
         "the batches are fetched on the default stream",
-        edits=[
-            (
-                "default, side = current(weight.device), torch.Stream(weight.device)",
-                "default = side = current(weight.device)",
-            )
-        ],
+        old="default, side = current(weight.device), torch.Stream(weight.device)",
+        new="default = side = current(weight.device)",
     ),
     Broken(
         "A33",
         "nothing is pinned",
-        edits=[
-            (
-                "batches = [batch.pin_memory() for batch in batches] if pinned else batches",
-                "batches = list(batches)",
-            )
-        ],
+        old="batches = [batch.pin_memory() for batch in batches] if pinned else batches",
+        new="batches = list(batches)",
     ),
     Broken(
         "D08",
         "small pieces cost nothing: no launches, and memory without a limit",
         expensive=True,
-        edits=[
-            ("vgpu.record(**costs) as timeline:\n            train(", _FREE_LAUNCHES),
+        old="vgpu.record(**costs) as timeline:\n            train(",
+        new=_FREE_LAUNCHES,
+        further=[
             (
                 "with vgpu.enable(count, gpu=gpu, link=link) as lab",
                 "from dataclasses import replace\n"
                 "    gpu = replace(vgpu.get_spec(gpu), memory_bandwidth_bytes_per_s=1e18)\n"
                 "    with vgpu.enable(count, gpu=gpu, link=link) as lab",
-            ),
+            )
         ],
         shorter=_FEW_SIZES,
     ),
@@ -118,12 +99,8 @@ BROKEN = [
         "D11",
         "copies stay in the streams that compute",
         cell="gain",
-        edits=[(_COPY_STREAMS, "            if True:\n")],
+        old=_COPY_STREAMS,
+        new="            if True:\n",
     ),
-    Broken(
-        "D11",
-        "nobody waits for a copy",
-        cell="gain",
-        edits=[(_ARRIVED, "")],
-    ),
+    Broken("D11", "nobody waits for a copy", cell="gain", old=_ARRIVED, new=""),
 ]

@@ -7,17 +7,14 @@ BROKEN = [
         "D11",
         "copies stay in the queues of both GPUs",
         cell="beside",
-        edits=[
-            (
-                "        with leaving, coming:\n            copy = tensor.to(gpu, non_blocking=True)",
-                "        copy = tensor.to(gpu, non_blocking=True)",
-            )
-        ],
+        old="        with leaving, coming:\n            copy = tensor.to(gpu, non_blocking=True)",
+        new="        copy = tensor.to(gpu, non_blocking=True)",
     ),
     Broken(
         "D11",
         "nobody waits for a copy",
         cell="beside",
-        edits=[("        stream.wait_event(arrived)\n", "")],
+        old="        stream.wait_event(arrived)\n",
+        new="",
     ),
 ]

@@ -11,195 +11,146 @@ BROKEN = [
     Broken(
         "F01",
         "the optimizer keeps no averages",
-        edits=[
-            ("torch.optim.Adam([master], foreach=False)", "torch.optim.SGD([master], lr=0.1)"),
-        ],
+        old="torch.optim.Adam([master], foreach=False)",
+        new="torch.optim.SGD([master], lr=0.1)",
     ),
     Broken(
         "F02",
         "the optimizer's state is never cut",
-        edits=[
-            (
-                "ways = world_size if cause in cut_causes else 1",
-                'ways = world_size if cause in cut_causes and cause != "optimizer state" else 1',
-            )
-        ],
+        old="ways = world_size if cause in cut_causes else 1",
+        new='ways = world_size if cause in cut_causes and cause != "optimizer state" else 1',
     ),
     Broken(
         "F03",
         "the second half is left out",
-        edits=[
-            (
-                "        dist.all_gather_single(joined, part)",
-                "        joined[: len(part)] = part",
-            )
-        ],
+        expensive=True,
+        old="        dist.all_gather_single(joined, part)",
+        new="        joined[: len(part)] = part",
     ),
     Broken(
         "F04",
         "stage 1 sends an all-reduce",
         expensive=True,
-        edits=[
-            (
-                "            shard.grad = averaged_part(p.grad)\n            p.grad = None",
-                "            dist.all_reduce(p.grad)\n"
-                "            shard.grad = part_of(p.grad) / dist.get_world_size()\n"
-                "            p.grad = None",
-            )
-        ],
+        old="            shard.grad = averaged_part(p.grad)\n            p.grad = None",
+        new="            dist.all_reduce(p.grad)\n"
+        "            shard.grad = part_of(p.grad) / dist.get_world_size()\n"
+        "            p.grad = None",
     ),
     Broken(
         "F04",
         "stage 3 does not free what it has gathered",
         expensive=True,
-        edits=[
-            (
-                "        p.grad = None\n        p.untyped_storage().resize_(0)\n\n    def step",
-                "        p.grad = None\n\n    def step",
-            )
-        ],
+        old="        p.grad = None\n        p.untyped_storage().resize_(0)\n\n    def step",
+        new="        p.grad = None\n\n    def step",
     ),
     Broken(
         "F04",
         "ranks do not start from the same parameters",
         expensive=True,
-        edits=[
-            (
-                "        dist.broadcast(p.data, src=0)\n    count, trainer",
-                "        pass\n    count, trainer",
-            )
-        ],
+        old="        dist.broadcast(p.data, src=0)\n    count, trainer",
+        new="        pass\n    count, trainer",
     ),
     Broken(
         "F05",
         "ranks do not start from the same parameters",
         expensive=True,
-        edits=[
-            (
-                "        dist.broadcast(p.data, src=0)\n    for layer in net:",
-                "        pass\n    for layer in net:",
-            )
-        ],
+        old="        dist.broadcast(p.data, src=0)\n    for layer in net:",
+        new="        pass\n    for layer in net:",
     ),
     Broken(
         "F06",
         "what should be DDP is sharded as well",
         expensive=True,
         cell="out-of-memory",
-        edits=[('DDP(gpt_on(gpu, LETTERS)) if how == "ddp" else ', "")],
+        old='DDP(gpt_on(gpu, LETTERS)) if how == "ddp" else ',
+        new="",
     ),
     Broken(
         "F07",
         "the parts are not wrapped",
         expensive=True,
-        edits=[("(model.embedding, *model.blocks, model.output, model)", "(model,)")],
+        old="(model.embedding, *model.blocks, model.output, model)",
+        new="(model,)",
     ),
     Broken(
         "F08",
         "parameters are freed after forward all the same",
         expensive=True,
-        edits=[("reshard_after_forward=reshard)", "reshard_after_forward=True)")],
+        old="reshard_after_forward=reshard)",
+        new="reshard_after_forward=True)",
     ),
-    Broken(
-        "F09",
-        "the host always waits",
-        expensive=True,
-        edits=[("if waits else ()", "")],
-    ),
+    Broken("F09", "the host always waits", expensive=True, old="if waits else ()", new=""),
     Broken(
         "F09",
         "the host does not wait",
         expensive=True,
-        edits=[("lambda *_: torch.accelerator.synchronize()", "lambda *_: None")],
+        old="lambda *_: torch.accelerator.synchronize()",
+        new="lambda *_: None",
     ),
     Broken(
         "F10",
         "both sums are in float32",
         expensive=True,
-        edits=[
-            (
-                "mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)",
-                "mp_policy=MixedPrecisionPolicy()",
-            )
-        ],
+        old="mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)",
+        new="mp_policy=MixedPrecisionPolicy()",
     ),
     Broken(
         "F10",
         "there is no policy",
         expensive=True,
-        edits=[
-            (
-                "gpt_on(my_gpu(), LETTERS, partial(shard_each, mp_policy=BF16))",
-                "gpt_on(my_gpu(), LETTERS, shard_each)",
-            )
-        ],
+        old="gpt_on(my_gpu(), LETTERS, partial(shard_each, mp_policy=BF16))",
+        new="gpt_on(my_gpu(), LETTERS, shard_each)",
     ),
     Broken(
         "F11",
         "the optimizer is made after fully_shard",
-        edits=[
-            (
-                "optimizer = early if optimizer_first else make_adam(net.parameters())",
-                "optimizer = make_adam(net.parameters())",
-            )
-        ],
+        expensive=True,
+        old="optimizer = early if optimizer_first else make_adam(net.parameters())",
+        new="optimizer = make_adam(net.parameters())",
     ),
     Broken(
         "F12",
         "nothing is loaded",
         expensive=True,
         shorter=_THREE_STEPS,
-        edits=[("    dcp.load(state, checkpoint_id=folder)\n    set_state", "    set_state")],
+        old="    dcp.load(state, checkpoint_id=folder)\n    set_state",
+        new="    set_state",
     ),
     Broken(
         "F13",
         "each rank takes the norm of its part",
         expensive=True,
-        edits=[("nn.utils.clip_grad_norm_(net.parameters(), 1e-3).full_tensor().item()", "own")],
+        old="nn.utils.clip_grad_norm_(net.parameters(), 1e-3).full_tensor().item()",
+        new="own",
     ),
     Broken(
         "F14",
         "hybrid sharding is not hybrid",
         expensive=True,
-        edits=[('("hosts", "gpus")) if hybrid', '("hosts", "gpus")) if False')],
+        old='("hosts", "gpus")) if hybrid',
+        new='("hosts", "gpus")) if False',
     ),
     Broken(
         "F15",
         "gradients are reduced after each micro-batch",
         expensive=True,
-        edits=[
-            (
-                "set_requires_gradient_sync(reduce_each or micro_batch == 3)",
-                "set_requires_gradient_sync(True)",
-            )
-        ],
+        old="set_requires_gradient_sync(reduce_each or micro_batch == 3)",
+        new="set_requires_gradient_sync(True)",
     ),
     Broken(
         "F16",
         "a sharded rank computes fewer samples",
         expensive=True,
-        edits=[
-            (
-                "    model(tokens).sum().backward()  # the first step",
-                "    tokens = tokens if reshard is None else tokens[:4]\n"
-                "    model(tokens).sum().backward()  # the first step",
-            )
-        ],
+        old="    model(tokens).sum().backward()  # the first step",
+        new="    tokens = tokens if reshard is None else tokens[:4]\n"
+        "    model(tokens).sum().backward()  # the first step",
     ),
     Broken(
         "F17",
         "FSDP computes and sends in float32, DDP does not",
         expensive=True,
-        edits=[
-            (
-                "in_bf16, in_fp32 = partial(shard_each, mp_policy=BF16)",
-                "in_bf16, in_fp32 = shard_each",
-            )
-        ],
+        old="in_bf16, in_fp32 = partial(shard_each, mp_policy=BF16)",
+        new="in_bf16, in_fp32 = shard_each",
     ),
-    Broken(
-        "F18",
-        "all ranks run as many forwards",
-        edits=[("range(batches_of[rank])", "range(2)")],
-    ),
+    Broken("F18", "all ranks run as many forwards", old="range(batches_of[rank])", new="range(2)"),
 ]

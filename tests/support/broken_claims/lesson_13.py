@@ -7,141 +7,100 @@ BROKEN = [
         "G01",
         "the input's gradient is not summed",
         expensive=True,
-        edits=[
-            (
-                "        total = gradient.clone(memory_format=torch.contiguous_format)\n"
-                "        dist.all_reduce(total)\n        return total",
-                "        return gradient",
-            )
-        ],
+        old="        total = gradient.clone(memory_format=torch.contiguous_format)\n"
+        "        dist.all_reduce(total)\n        return total",
+        new="        return gradient",
     ),
     Broken(
         "G02",
         "the sum comes before the activation function",
         expensive=True,
-        edits=[
-            (
-                "    total = activation(part)\n    dist.all_reduce(total)  # too late?\n",
-                "    dist.all_reduce(part)\n    total = activation(part)\n",
-            )
-        ],
+        old="    total = activation(part)\n    dist.all_reduce(total)  # too late?\n",
+        new="    dist.all_reduce(part)\n    total = activation(part)\n",
     ),
     Broken(
         "G03",
         "every rank has the first rank's heads",
         expensive=True,
-        edits=[
-            (
-                "cut(self.inner.get_submodule(name), 0, rank, world_size)",
-                "cut(self.inner.get_submodule(name), 0, 0, world_size)",
-            )
-        ],
+        old="cut(self.inner.get_submodule(name), 0, rank, world_size)",
+        new="cut(self.inner.get_submodule(name), 0, 0, world_size)",
     ),
     Broken(
         "G03",
         "there are as many key-value heads as GPUs",
         expensive=True,
-        edits=[
-            (
-                "TransformerSizes(1, 32, 8, key_value_heads, 128, 1)",
-                "TransformerSizes(1, 32, 8, 4, 128, 1)",
-            )
-        ],
+        old="TransformerSizes(1, 32, 8, key_value_heads, 128, 1)",
+        new="TransformerSizes(1, 32, 8, 4, 128, 1)",
     ),
     Broken(
         "G04",
         "all changes go by way of a whole tensor",
         expensive=True,
-        edits=[
-            (
-                "after = before.redistribute(mesh, [new])",
-                "after = before.redistribute(mesh, [Replicate()]).redistribute(mesh, [new])",
-            )
-        ],
+        old="after = before.redistribute(mesh, [new])",
+        new="after = before.redistribute(mesh, [Replicate()]).redistribute(mesh, [new])",
     ),
     Broken(
         "G05",
         "the parts of the feed-forward sum are never added",
         expensive=True,
-        edits=[
-            (
-                '    "feed_forward": entering(Replicate()),\n',
-                '    "feed_forward": entering(Replicate()),\n'
-                '    "feed_forward.down": RowwiseParallel(output_layouts=Partial()),\n',
-            )
-        ],
+        old='    "feed_forward": entering(Replicate()),\n',
+        new='    "feed_forward": entering(Replicate()),\n'
+        '    "feed_forward.down": RowwiseParallel(output_layouts=Partial()),\n',
     ),
     Broken(
         "G06",
         "each product takes the input for itself",
         expensive=True,
-        edits=[
-            (
-                "launch.run(beside_one_gpt, 4, plan, batch",
-                "launch.run(beside_one_gpt, 4, first_plan, batch",
-            )
-        ],
+        old="launch.run(beside_one_gpt, 4, plan, batch",
+        new="launch.run(beside_one_gpt, 4, first_plan, batch",
     ),
     Broken(
         "G07",
         "plain tensor parallelism in its place",
         expensive=True,
         cell="sequence-proof",
-        edits=[
-            (
-                '"and sequence parallel": (sequence_plan, Shard(1))',
-                '"and sequence parallel": (plan, Replicate())',
-            )
-        ],
+        old='"with sequence parallel": (sequence_plan, Shard(1))',
+        new='"with sequence parallel": (plan, Replicate())',
     ),
     Broken(
         "G07",
         "norms and residual sums are not split",
         cell="kept-split-proof",
-        edits=[("plan=gpt3_plan(Shard(1)), x_length=2048 // t", "plan=gpt3_plan(Replicate())")],
+        old="plan=gpt3_plan(Shard(1)), x_length=2048 // t",
+        new="plan=gpt3_plan(Replicate())",
     ),
     Broken(
         "G08",
         "the first products run in 32 bits",
-        edits=[
-            ("layer = GPT3Layer(h, heads, core).bfloat16()", "layer = GPT3Layer(h, heads, core)"),
+        old="layer = GPT3Layer(h, heads, core).bfloat16()",
+        new="layer = GPT3Layer(h, heads, core)",
+        further=[
             (
                 "x = torch.empty(1, x_length or s, h, dtype=torch.bfloat16, requires_grad=True)",
                 "x = torch.empty(1, x_length or s, h, requires_grad=True)",
-            ),
+            )
         ],
     ),
     Broken(
         "G09",
         "the logits are gathered all the same",
         expensive=True,
-        edits=[('layout = {"use_local_output": False} if split else', "layout =")],
+        old='layout = {"use_local_output": False} if split else',
+        new="layout =",
     ),
     Broken(
         "G10",
         "hosts are joined by NVLink",
         expensive=True,
-        edits=[
-            (
-                'with vgpu.cluster(hosts, degree // hosts, "H100", link=link)',
-                'with vgpu.cluster(1, degree, "H100", link=link)',
-            )
-        ],
+        old='with vgpu.cluster(hosts, degree // hosts, "H100", link=link)',
+        new='with vgpu.cluster(1, degree, "H100", link=link)',
     ),
     Broken(
         "G11",
         "split DTensors take their masks from plain tensors",
         expensive=True,
-        edits=[
-            (
-                "found.append(F.dropout(ones, 0.5).to_local().cpu() != 0)",
-                "found.append(F.dropout(ones.to_local(), 0.5).cpu() != 0)",
-            )
-        ],
+        old="found.append(F.dropout(ones, 0.5).to_local().cpu() != 0)",
+        new="found.append(F.dropout(ones.to_local(), 0.5).cpu() != 0)",
     ),
-    Broken(
-        "G12",
-        "the layer is wide",
-        edits=[("narrow = times_s[1024]", "narrow = times_s[8192]")],
-    ),
+    Broken("G12", "the layer is wide", old="narrow = times_s[1024]", new="narrow = times_s[8192]"),
 ]

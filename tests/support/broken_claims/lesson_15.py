@@ -12,16 +12,14 @@ _FEW_LAYERS = [
 ]
 _TWO_ROWS = [
     *_FEW_LAYERS,
-    (
-        '    "70B on 256, dp_shard 32 × tp 8": (llama("70B", 32, 8, 16, "full"), True, 597),\n',
-        "",
-    ),
+    ('    "70B on 256, dp_shard 32 × tp 8": (llama("70B", 32, 8, 16, "full"), True, 597),\n', ""),
 ]
 BROKEN = [
     Broken(
         "I01",
         "there is no backward",
-        edits=[("        model(tokens).sum().backward()", "        model(tokens).sum()")],
+        old="        model(tokens).sum().backward()",
+        new="        model(tokens).sum()",
     ),
     Broken(
         "I02",
@@ -31,42 +29,31 @@ BROKEN = [
             *_FEW_LAYERS,
             ('for how in ("none", "selective", "full")}', 'for how in ("none", "full")}'),
         ],
-        edits=[
-            (
-                "ways = {how: dataclasses.replace(first, recompute=how)",
-                'ways = {how: dataclasses.replace(first, recompute="none")',
-            )
-        ],
+        old="ways = {how: dataclasses.replace(first, recompute=how)",
+        new='ways = {how: dataclasses.replace(first, recompute="none")',
     ),
     Broken(
         "I03",
         "the hosts have one slow adapter",
         expensive=True,
         shorter=_TWO_ROWS,
-        edits=[
-            (
-                "return Plan(LLAMA[model], layout, batch, recompute=recompute, gpu=H100_96)",
-                "return Plan(LLAMA[model], layout, batch, recompute=recompute, gpu=H100_96, "
-                'network="Ethernet 25")',
-            )
-        ],
+        old="return Plan(LLAMA[model], layout, batch, recompute=recompute, gpu=H100_96)",
+        new="return Plan(LLAMA[model], layout, batch, recompute=recompute, gpu=H100_96, "
+        'network="Ethernet 25")',
     ),
     Broken(
         "I04",
         "nothing is computed again",
         expensive=True,
         shorter=_FEW_LAYERS,
-        edits=[('llama("70B", 32, 8, 16, "full")', 'llama("70B", 32, 8, 16, "none")')],
+        old='llama("70B", 32, 8, 16, "full")',
+        new='llama("70B", 32, 8, 16, "none")',
     ),
     Broken(
         "I05",
         "chunks are not simulated",
-        edits=[
-            (
-                "schedules.interleaved(8, micro_batches, chunks)",
-                "schedules.one_forward_one_backward(8, micro_batches)",
-            )
-        ],
+        old="schedules.interleaved(8, micro_batches, chunks)",
+        new="schedules.one_forward_one_backward(8, micro_batches)",
     ),
     Broken(
         "I06",
@@ -75,46 +62,37 @@ BROKEN = [
         shorter=[
             ("trainings = megatron.ROWS", "trainings = [megatron.ROWS[0], megatron.ROWS[-1]]")
         ],
-        edits=[
-            (
-                "tera = {row.name: megatron.tera(row.run, of_a100) for row in trainings}",
-                "tera = {row.name: megatron.tera(row.run._replace(batch=row.run.dp * row.run.micro_batch"
-                " * row.run.pp), of_a100) for row in trainings}",
-            )
-        ],
+        old="tera = {row.name: megatron.tera(row.run, of_a100) for row in trainings}",
+        new="tera = {row.name: megatron.tera(row.run._replace(batch=row.run.dp * row.run.micro_batch"
+        " * row.run.pp), of_a100) for row in trainings}",
     ),
     Broken(
         "I07",
         "the batch grows with the GPUs",
         expensive=True,
-        edits=[("batch=512 // gpus, sequence=2048)", "batch=16, sequence=2048)")],
+        old="batch=512 // gpus, sequence=2048)",
+        new="batch=16, sequence=2048)",
     ),
     Broken(
         "I08",
         "checkpoints cost nothing",
-        edits=[
-            (
-                "return failures.expected_goodput(interval_s, checkpoint_s, restart_s, mean_s)",
-                "return failures.expected_goodput(interval_s, 0, restart_s, mean_s)",
-            )
-        ],
+        expensive=True,
+        old="return failures.expected_goodput(interval_s, checkpoint_s, restart_s, mean_s)",
+        new="return failures.expected_goodput(interval_s, 0, restart_s, mean_s)",
     ),
     Broken(
         "I09",
         "the rate never changes",
         expensive=True,
         shorter=[("for seed in range(3)]", "for seed in range(1)]")],
-        edits=[
-            (
-                "optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)",
-                "optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)",
-            )
-        ],
+        old="optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)",
+        new="optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)",
     ),
     Broken(
         "I10",
         "each size sends the largest",
         expensive=True,
-        edits=[("numbers = torch.zeros(size // 4)", "numbers = torch.zeros(sizes[-1] // 4)")],
+        old="numbers = torch.zeros(size // 4)",
+        new="numbers = torch.zeros(sizes[-1] // 4)",
     ),
 ]

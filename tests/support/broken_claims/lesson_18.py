@@ -7,32 +7,28 @@ BROKEN = [
         "K01",
         "new tokens do not see what is cached",
         expensive=True,
-        edits=[(".tril(known - new)", ".tril(0)")],
+        old=".tril(known - new)",
+        new=".tril(0)",
     ),
     Broken(
         "K01",
         "the cache is never used",
-        edits=[("        if not keep:  # forget", "        if True:  # forget")],
+        expensive=True,
+        old="        if not keep:  # forget",
+        new="        if True:  # forget",
     ),
     Broken(
         "K02",
         "every query head has a key",
-        edits=[
-            (
-                "on_paper = 2 * LETTERS.layers * heads",
-                "on_paper = 2 * LETTERS.layers * LETTERS.heads",
-            )
-        ],
+        expensive=True,
+        old="on_paper = 2 * LETTERS.layers * heads",
+        new="on_paper = 2 * LETTERS.layers * LETTERS.heads",
     ),
     Broken(
         "K03",
         "decoding takes a whole prompt again",
-        edits=[
-            (
-                "server.decode_s(1, 4096) / other.decode_s(1, 4096)",
-                "server.prefill_s(4097) / other.prefill_s(4097)",
-            )
-        ],
+        old="server.decode_s(1, 4096) / other.decode_s(1, 4096)",
+        new="server.prefill_s(4097) / other.prefill_s(4097)",
     ),
     Broken(
         "K04",
@@ -46,25 +42,17 @@ patch("vgpu.plan.serving.Server.decode_s", lambda self, batch, context: batch * 
         "K05",
         "every rank has the first rank's heads",
         expensive=True,
-        edits=[
-            (
-                "for layer in (a.query, a.key, a.value, f.gate, f.up):\n"
-                "            layer.weight = nn.Parameter(layer.weight.detach().chunk(parts, 0)[part].clone())",
-                "for layer in (a.query, a.key, a.value, f.gate, f.up):\n"
-                "            layer.weight = nn.Parameter(layer.weight.detach().chunk(parts, 0)[0].clone())",
-            )
-        ],
+        old="for layer in (a.query, a.key, a.value, f.gate, f.up):\n"
+        "            layer.weight = nn.Parameter(layer.weight.detach().chunk(parts, 0)[part].clone())",
+        new="for layer in (a.query, a.key, a.value, f.gate, f.up):\n"
+        "            layer.weight = nn.Parameter(layer.weight.detach().chunk(parts, 0)[0].clone())",
     ),
     Broken(
         "K06",
         "the cache is gathered too",
         expensive=True,
-        edits=[
-            (
-                "    dist.all_reduce(part)\n    return part\n\n\ndef on_ranks",
-                "    dist.all_reduce(part)\n    dist.all_reduce(part.clone())\n    return part\n\n\ndef on_ranks",
-            )
-        ],
+        old="    dist.all_reduce(part)\n    return part\n\n\ndef on_ranks",
+        new="    dist.all_reduce(part)\n    dist.all_reduce(part.clone())\n    return part\n\n\ndef on_ranks",
     ),
     Broken(
         "K07",
@@ -84,49 +72,40 @@ patch("vgpu.plan.serving.Server.decode_s", lambda self, *a: whole_s(self, *a) / 
         "K08",
         "both stages have the first layer",
         expensive=True,
-        edits=[("stage.blocks[rank : rank + 1], tokens", "stage.blocks[:1], tokens")],
+        old="stage.blocks[rank : rank + 1], tokens",
+        new="stage.blocks[:1], tokens",
     ),
     Broken(
         "K09",
         "the A100s' memory is twice as fast",
-        edits=[("memory_bandwidth_bytes_per_s=2.039e12", "memory_bandwidth_bytes_per_s=4.078e12")],
+        old="memory_bandwidth_bytes_per_s=2.039e12",
+        new="memory_bandwidth_bytes_per_s=4.078e12",
     ),
     Broken(
         "K10",
         "both wait for the whole batch",
-        edits=[
-            (
-                "def continuous(requests, server=four):\n    return simulate_queue(server, requests, whole_prompts)",
-                "def continuous(requests, server=four):\n"
-                "    return simulate_queue(server, requests, whole_prompts, static=True)",
-            )
-        ],
+        old="def continuous(requests, server=four):\n    return simulate_queue(server, requests, whole_prompts)",
+        new="def continuous(requests, server=four):\n"
+        "    return simulate_queue(server, requests, whole_prompts, static=True)",
     ),
     Broken(
         "K11",
         "chunks are as long as the prompt",
-        edits=[
-            (
-                "simulate_queue(server, requests, chunked_prefill(512))",
-                "simulate_queue(server, requests, chunked_prefill(20_000))",
-            )
-        ],
+        old="simulate_queue(server, requests, chunked_prefill(512))",
+        new="simulate_queue(server, requests, chunked_prefill(20_000))",
     ),
     Broken(
         "K12",
         "prompts stay on the GPUs that generate",
         expensive=True,
-        edits=[
-            (
-                '    "separate GPUs": separate,\n}',
-                '    "separate GPUs": partial(on_two, continuous),\n}',
-            )
-        ],
+        old='    "separate GPUs": separate,\n}',
+        new='    "separate GPUs": partial(on_two, continuous),\n}',
     ),
     Broken(
         "K13",
         "the server keeps its first weights",
         expensive=True,
-        edits=[("            mine.copy_(local(theirs))", "            local(theirs)")],
+        old="            mine.copy_(local(theirs))",
+        new="            local(theirs)",
     ),
 ]

@@ -1,6 +1,12 @@
 """The typical mistakes in each exercise, one file per lesson."""
 
 import importlib
+from collections.abc import Callable
+
+
+def template(text: str, **right: str) -> Callable[..., str]:
+    """A function that fills in ``text``, with the right parts except for those that it's given."""
+    return lambda **changes: text.format(**{**right, **changes})
 
 
 def wrong_answers(exercise_id):

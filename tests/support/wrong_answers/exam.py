@@ -1,14 +1,17 @@
 """Typical mistakes in the exam's tasks, and what the verdict must say."""
 
-from wrong_answers import exam_on_ranks
+from wrong_answers import exam_on_ranks, template
 
-_ELSEWHERE = """
+_elsewhere = template(
+    """
 def elsewhere(model, device):
     {first}
     return [name for name, tensor in {named} if {test}]
-"""
-_CURRENT = "device = torch.empty(0, device=device).device"
-_BOTH = "[*model.named_parameters(), *model.named_buffers()]"
+""",
+    first="device = torch.empty(0, device=device).device",
+    named="[*model.named_parameters(), *model.named_buffers()]",
+    test="tensor.device != device",
+)
 
 _ROUNDED = "def rounded(x, step):\n    {before}\n    return {result}"
 
@@ -19,15 +22,33 @@ def update(average, model, decay):
         {change}
 """
 
-_STATISTICS = """
+
+def _update(
+    change="old.mul_(decay).add_(new.to(old.device), alpha=1 - decay)",
+    of="{}.parameters()",
+    decorator="@torch.no_grad()",
+):
+    return _UPDATE.format(
+        decorator=decorator,
+        of_average=of.format("average"),
+        of_model=of.format("model"),
+        change=change,
+    )
+
+
+_statistics = template(
+    """
 def statistics(x, gpu_count, momentum):
     first = {first}
     return {mean}, {variance}
-"""
-_MEAN = "momentum * first.mean(0)"
-_VARIANCE = "(1 - momentum) + momentum * first.var(0)"
+""",
+    first="x.chunk(gpu_count)[0]",
+    mean="momentum * first.mean(0)",
+    variance="(1 - momentum) + momentum * first.var(0)",
+)
 
-_WAITS = """
+_waits = template(
+    """
 def waits_us(rows):
     starts = {{}}
     for row in {rows}:
@@ -35,20 +56,16 @@ def waits_us(rows):
             starts.setdefault(row["pid"] % 1000, []).append(row["ts"])
     {last}
     return [{wait} for rank in range(len(starts))]
-"""
-_RIGHT_WAITS = {
-    "rows": 'sorted(rows, key=lambda row: row["ts"])',
-    "counts": 'row["cat"] == "kernel" and row["name"].startswith("nccl")',
-    "last": "last = [max(times) for times in zip(*starts.values())]",
-    "wait": "sum(last) - sum(starts[rank])",
-}
+""",
+    rows='sorted(rows, key=lambda row: row["ts"])',
+    counts='row["cat"] == "kernel" and row["name"].startswith("nccl")',
+    last="last = [max(times) for times in zip(*starts.values())]",
+    wait="sum(last) - sum(starts[rank])",
+)
 
 
-def _waits(**changes):
-    return _WAITS.format(**{**_RIGHT_WAITS, **changes})
-
-
-_SENT = """
+_sent = template(
+    """
 def sent(gradients, compress):
     messages, rest = [], 0
     for gradient in gradients:
@@ -56,16 +73,11 @@ def sent(gradients, compress):
         messages.append({message})
         rest = {rest}
     return messages
-"""
-_RIGHT_SENT = {
-    "whole": "gradient + rest",
-    "message": "compress(whole)",
-    "rest": "whole - messages[-1].float()",
-}
-
-
-def _sent(**changes):
-    return _SENT.format(**{**_RIGHT_SENT, **changes})
+""",
+    whole="gradient + rest",
+    message="compress(whole)",
+    rest="whole - messages[-1].float()",
+)
 
 
 _PAGES = """
@@ -83,7 +95,8 @@ def remaining(order, done, rank, world_size, batch_size):
     return {result}
 """
 
-_MAKESPAN = """
+_makespan = template(
+    """
 def makespan(orders, forward_s, backward_s):
     ended, free_s, done = {{}}, [0] * len(orders), [0] * len(orders)
     while any(done[s] < len(order) for s, order in enumerate(orders)):
@@ -102,8 +115,12 @@ def makespan(orders, forward_s, backward_s):
         if sum(done) == before:
             {stuck}
     return {result}
-"""
-_NEEDS = '[("F", i, s), ("B", i, s + 1)]'
+""",
+    backward_needs='[("F", i, s), ("B", i, s + 1)]',
+    stuck="return None",
+    result="max(free_s)",
+)
+
 
 _BATCH = """
 def largest_batch(peak, budget_bytes):
@@ -115,26 +132,10 @@ def largest_batch(peak, budget_bytes):
 
 WRONG = {
     "99.1": [
-        (
-            _ELSEWHERE.format(
-                first=_CURRENT, named="model.named_parameters()", test="tensor.device != device"
-            ),
-            "more tensors than its parameters",
-        ),
-        (
-            _ELSEWHERE.format(first="pass", named=_BOTH, test="tensor.device != device"),
-            "doesn't equal any tensor's device",
-        ),
-        (
-            _ELSEWHERE.format(first="pass", named=_BOTH, test="tensor.device.type != device.type"),
-            "Some are missing",
-        ),
-        (
-            _ELSEWHERE.format(
-                first=_CURRENT, named="model.state_dict().items()", test="tensor.device != device"
-            ),
-            "persistent=False",
-        ),
+        (_elsewhere(named="model.named_parameters()"), "more tensors than its parameters"),
+        (_elsewhere(first="pass"), "doesn't equal any tensor's device"),
+        (_elsewhere(first="pass", test="tensor.device.type != device.type"), "Some are missing"),
+        (_elsewhere(named="model.state_dict().items()"), "persistent=False"),
     ],
     "99.2": [
         (_ROUNDED.format(before="", result="torch.round(x / step) * step"), "a gradient of 0"),
@@ -157,61 +158,28 @@ WRONG = {
         ),
     ],
     "99.3": [
+        (_update(decorator=""), "in-place operation"),
+        (_update(), "Buffers, too, affect"),
         (
-            _UPDATE.format(
-                decorator="",
-                of_average="average.parameters()",
-                of_model="model.parameters()",
-                change="old.mul_(decay).add_(new.to(old.device), alpha=1 - decay)",
-            ),
-            "in-place operation",
-        ),
-        (
-            _UPDATE.format(
-                decorator="@torch.no_grad()",
-                of_average="average.parameters()",
-                of_model="model.parameters()",
-                change="old.mul_(decay).add_(new.to(old.device), alpha=1 - decay)",
-            ),
-            "Buffers, too, affect",
-        ),
-        (
-            _UPDATE.format(
-                decorator="@torch.no_grad()",
-                of_average="average.parameters()",
-                of_model="model.parameters()",
-                change="old.mul_(1 - decay * 0.9).add_(new.to(old.device), alpha=decay)",
-            ),
+            _update("old.mul_(1 - decay * 0.9).add_(new.to(old.device), alpha=decay)"),
             "weight of the old average",
         ),
         (
-            _UPDATE.format(
-                decorator="@torch.no_grad()",
-                of_average="average.state_dict().values()",
-                of_model="model.state_dict().values()",
-                change="old.copy_(decay * old + (1 - decay) * new.to(old.device))",
+            _update(
+                "old.copy_(decay * old + (1 - decay) * new.to(old.device))",
+                of="{}.state_dict().values()",
             ),
             "Don't average a count",
         ),
     ],
     "99.4": [
-        (_STATISTICS.format(first="x", mean=_MEAN, variance=_VARIANCE), "No GPU sees"),
+        (_statistics(first="x"), "No GPU sees"),
+        (_statistics(first="x.chunk(gpu_count)[-1]"), "Which replica"),
         (
-            _STATISTICS.format(first="x.chunk(gpu_count)[-1]", mean=_MEAN, variance=_VARIANCE),
-            "Which replica",
-        ),
-        (
-            _STATISTICS.format(
-                first="x.chunk(gpu_count)[0]",
-                mean=_MEAN,
-                variance="(1 - momentum) + momentum * first.var(0, correction=0)",
-            ),
+            _statistics(variance="(1 - momentum) + momentum * first.var(0, correction=0)"),
             "unbiased",
         ),
-        (
-            _STATISTICS.format(first="x[: len(x) // gpu_count]", mean=_MEAN, variance=_VARIANCE),
-            "how many samples",
-        ),
+        (_statistics(first="x[: len(x) // gpu_count]"), "how many samples"),
     ],
     "99.6": [
         (
@@ -239,28 +207,10 @@ WRONG = {
         ),
     ],
     "99.7": [
-        (
-            _MAKESPAN.format(
-                backward_needs='[("F", i, s)]', stuck="return None", result="max(free_s)"
-            ),
-            "needs the next stage's",
-        ),
-        (
-            _MAKESPAN.format(
-                backward_needs='[("B", i, s + 1)]', stuck="return None", result="max(free_s)"
-            ),
-            "before its own forward",
-        ),
-        (
-            _MAKESPAN.format(
-                backward_needs=_NEEDS, stuck="return max(free_s)", result="max(free_s)"
-            ),
-            "waits for the other",
-        ),
-        (
-            _MAKESPAN.format(backward_needs=_NEEDS, stuck="return None", result="sum(free_s)"),
-            "when the last GPU is done",
-        ),
+        (_makespan(backward_needs='[("F", i, s)]'), "needs the next stage's"),
+        (_makespan(backward_needs='[("B", i, s + 1)]'), "before its own forward"),
+        (_makespan(stuck="return max(free_s)"), "waits for the other"),
+        (_makespan(result="sum(free_s)"), "when the last GPU is done"),
     ],
     "99.8": [
         (

@@ -1,6 +1,9 @@
 """Typical mistakes in the exam's tasks that run on ranks."""
 
-_LARGEST = """
+from wrong_answers import template
+
+_largest = template(
+    """
 def largest(scores, k):
     mine = scores.new_full(({room},), {stand_in})
     best = scores.topk(min({room}, len(scores))).values
@@ -8,23 +11,31 @@ def largest(scores, k):
     everyone = mine.new_empty({room} * dist.get_world_size())
     dist.all_gather_single(everyone, mine)
     return {result}
-"""
+""",
+    room="k",
+    stand_in="-torch.inf",
+    result="everyone.topk(k).values",
+)
 
-_CLIP = """
+_NORM = """total = sum(g.square().sum() for g in sharded)
+    dist.all_reduce(total)
+    norm = (total + sum(g.square().sum() for g in replicated)).sqrt()"""
+_clip = template(
+    """
 def clip(sharded, replicated, max_norm):
     {norm}
     scale = {scale}
     for gradient in {scaled}:
         gradient.mul_(scale)
     return norm
-"""
-_NORM = """total = sum(g.square().sum() for g in sharded)
-    dist.all_reduce(total)
-    norm = (total + sum(g.square().sum() for g in replicated)).sqrt()"""
-_SCALE = "(max_norm / norm).clamp(max=1)"
-_ALL = "(*sharded, *replicated)"
+""",
+    norm=_NORM,
+    scale="(max_norm / norm).clamp(max=1)",
+    scaled="(*sharded, *replicated)",
+)
 
-_LIKELIEST = """
+_likeliest = template(
+    """
 def likeliest(logits):
     value, word = logits.max(-1)
     {shift}
@@ -33,31 +44,18 @@ def likeliest(logits):
     dist.all_gather_single(everyone, mine)
     winner = everyone[:, 0].argmax(0, keepdim=True)
     return everyone[:, 1].gather(0, winner)[0].long()
-"""
-_SHIFT = "word += dist.get_rank() * logits.shape[-1]"
+""",
+    shift="word += dist.get_rank() * logits.shape[-1]",
+    value="value.double()",
+    word="word.double()",
+)
 
 WRONG = {
     "99.5": [
-        (
-            _LARGEST.format(room="k", stand_in="0", result="everyone.topk(k).values"),
-            "must lose",
-        ),
-        (
-            _LARGEST.format(
-                room="k", stand_in="-torch.inf", result="everyone.topk(k).values.flip(0)"
-            ),
-            "descending",
-        ),
-        (
-            _LARGEST.format(room="20", stand_in="-torch.inf", result="everyone.topk(k).values"),
-            "but over the budget",
-        ),
-        (
-            _LARGEST.format(
-                room="k", stand_in="-torch.inf", result="everyone.topk(k).values.cpu()"
-            ),
-            "on the device of the rank's tensor",
-        ),
+        (_largest(stand_in="0"), "must lose"),
+        (_largest(result="everyone.topk(k).values.flip(0)"), "descending"),
+        (_largest(room="20"), "but over the budget"),
+        (_largest(result="everyone.topk(k).values.cpu()"), "on the device of the rank's tensor"),
         (
             "def largest(scores, k):\n"
             "    slots = scores.new_full((dist.get_world_size(), k), -torch.inf)\n"
@@ -71,54 +69,32 @@ WRONG = {
     ],
     "99.9": [
         (
-            _CLIP.format(
+            _clip(
                 norm="total = sum(g.square().sum() for g in (*sharded, *replicated))\n"
-                "    dist.all_reduce(total)\n    norm = total.sqrt()",
-                scale=_SCALE,
-                scaled=_ALL,
+                "    dist.all_reduce(total)\n    norm = total.sqrt()"
             ),
             "count them once",
         ),
         (
-            _CLIP.format(
-                norm="norm = torch.nn.utils.get_total_norm([*sharded, *replicated])",
-                scale=_SCALE,
-                scaled=_ALL,
-            ),
+            _clip(norm="norm = torch.nn.utils.get_total_norm([*sharded, *replicated])"),
             "what one rank has",
         ),
-        (_CLIP.format(norm=_NORM, scale="max_norm / norm", scaled=_ALL), "never make it larger"),
-        (_CLIP.format(norm=_NORM, scale=_SCALE, scaled="sharded"), "Scale every gradient"),
+        (_clip(scale="max_norm / norm"), "never make it larger"),
+        (_clip(scaled="sharded"), "Scale every gradient"),
         (
-            _CLIP.format(
+            _clip(
                 norm="total = sum(g.square().sum() for g in sharded).sqrt()\n"
                 "    dist.all_reduce(total)\n"
-                "    norm = total + sum(g.square().sum() for g in replicated).sqrt()",
-                scale=_SCALE,
-                scaled=_ALL,
+                "    norm = total + sum(g.square().sum() for g in replicated).sqrt()"
             ),
             "their squares do",
         ),
     ],
     "99.10": [
-        (
-            _LIKELIEST.format(shift="", value="value.double()", word="word.double()"),
-            "Right within its part",
-        ),
-        (
-            _LIKELIEST.format(shift=_SHIFT, value="value", word="word.bfloat16()"),
-            "too few for a word",
-        ),
-        (
-            _LIKELIEST.format(shift=_SHIFT, value="value.half()", word="word.half()"),
-            "too few for a",
-        ),
-        (
-            _LIKELIEST.format(shift=_SHIFT, value="value.double()", word="word.double()").replace(
-                ".long()", ""
-            ),
-            "Return them as integers",
-        ),
+        (_likeliest(shift=""), "Right within its part"),
+        (_likeliest(value="value", word="word.bfloat16()"), "too few for a word"),
+        (_likeliest(value="value.half()", word="word.half()"), "too few for a"),
+        (_likeliest().replace(".long()", ""), "Return them as integers"),
         (
             "def likeliest(logits):\n"
             "    rows, words = logits.shape\n"

@@ -7,10 +7,7 @@ WRONG = {
         ("def largest_share(b, n):\n    return float(-(-b // n))", "whole number"),
         ("def largest_share(b, n):\n    print(-(-b // n))", "without a return"),
         ("def largest_share(b, n):\n    return str(-(-b // n))", "This is text"),
-        (
-            "def largest_share(b, n):\n    return torch.tensor(-(-b // n))",
-            "This is a tensor",
-        ),
+        ("def largest_share(b, n):\n    return torch.tensor(-(-b // n))", "This is a tensor"),
         ("def largest_share(b, n):\n    return b // m", "name 'm' is not defined"),
-    ],
+    ]
 }

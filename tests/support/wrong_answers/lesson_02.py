@@ -1,5 +1,7 @@
 """Typical mistakes in lesson 02, with a phrase of the hint that each must get."""
 
+from wrong_answers import template
+
 _LOSS = """
 def loss_today(weight, images, labels):
     images = images / images.abs().max()
@@ -8,7 +10,8 @@ def loss_today(weight, images, labels):
     return F.cross_entropy(hidden, labels)
 """
 
-_METER = """
+_meter = template(
+    """
 class RunningMean:
     def __init__(self):
         self.total, self.count = 0.0, 0
@@ -19,16 +22,21 @@ class RunningMean:
 
     def mean(self):
         {mean}
-"""
+""",
+    mean="return float(self.total / self.count)",
+)
 
-_HEAD = """
+_head = template(
+    """
 def head_loss(backbone, head, images, labels):
     with {block}:
         features = backbone(images){end}
     return F.cross_entropy(head(features), labels)
-"""
+""",
+    block="torch.no_grad()",
+    end="",
+)
 
-_BY_COUNT = "return float(self.total / self.count)"
 
 WRONG = {
     "2.1": [
@@ -76,50 +84,38 @@ WRONG = {
     ],
     "2.2": [
         (
-            _METER.format(
+            _meter(
                 update="self.total = self.total + loss * count",
                 mean="return (self.total / self.count).item()",
             ),
             "holds a tensor with history",
         ),
         (
-            _METER.format(
+            _meter(
                 update="self.total = self.total + loss.detach() * count",
                 mean="return self.total / self.count",
             ),
             "not a tensor",
         ),
-        (_METER.format(update="self.total += loss.item()", mean=_BY_COUNT), "Weight each batch"),
+        (_meter(update="self.total += loss.item()"), "Weight each batch"),
         (
-            _METER.format(update="self.total += loss.detach().mul_(count).item()", mean=_BY_COUNT),
+            _meter(update="self.total += loss.detach().mul_(count).item()"),
             "changed the caller's loss",
         ),
-        (
-            _METER.format(update="self.total += loss.detach_().item() * count", mean=_BY_COUNT),
-            "lost its graph",
-        ),
+        (_meter(update="self.total += loss.detach_().item() * count"), "lost its graph"),
     ],
     "2.3": [
-        (_HEAD.format(block="torch.enable_grad()", end=".detach()"), "comes too late"),
-        (_HEAD.format(block="torch.inference_mode()", end=""), "can't be saved"),
+        (_head(block="torch.enable_grad()", end=".detach()"), "comes too late"),
+        (_head(block="torch.inference_mode()"), "can't be saved"),
         (
-            _HEAD.format(block="torch.no_grad()", end="; images = head(features)").replace(
+            _head(end="; images = head(features)").replace(
                 "head(features), labels", "images, labels"
             ),
             "outside of the block",
         ),
-        (
-            _HEAD.format(block="torch.no_grad()", end="\n    torch.set_grad_enabled(False)"),
-            "as a function, stays",
-        ),
-        (
-            _HEAD.format(block="torch.no_grad()", end="; backbone.requires_grad_(False)"),
-            "for good",
-        ),
-        (
-            _HEAD.format(block="torch.no_grad()", end="").replace("labels)\n", "labels).item()\n"),
-            "Return the loss itself",
-        ),
-        (_HEAD.format(block="torch.no_grad()", end=" * 2"), "is that of head"),
+        (_head(end="\n    torch.set_grad_enabled(False)"), "as a function, stays"),
+        (_head(end="; backbone.requires_grad_(False)"), "for good"),
+        (_head().replace("labels)\n", "labels).item()\n"), "Return the loss itself"),
+        (_head(end=" * 2"), "is that of head"),
     ],
 }

@@ -1,6 +1,9 @@
 """Typical mistakes of lesson 03, each with a phrase of the message that it must get."""
 
-_EVALUATE = """
+from wrong_answers import template
+
+evaluation = template(
+    """
 def evaluate(model, loader, device):
     was_training = model.training
     {mode}
@@ -14,18 +17,13 @@ def evaluate(model, loader, device):
         count += {counted}
     {back}
     return {result}
-"""
-
-
-def evaluation(
+""",
     mode="model.eval()",
     guard="torch.no_grad()",
     counted="len(labels)",
     back="model.train(was_training)",
     result="loss_sum / count, right / count",
-):
-    """The right evaluation, with one of its parts replaced."""
-    return _EVALUATE.format(mode=mode, guard=guard, counted=counted, back=back, result=result)
+)
 
 
 _NO_ORDER = """
@@ -75,7 +73,8 @@ def remaining_batches(loader, order, done):
     return iter(list(batches))
 """
 
-_EPOCH = """
+epoch = template(
+    """
 def train_epoch_quietly(model, loader, optimizer, device):
     {mode}
     loss_sum, count = torch.zeros((), device=device), 0
@@ -88,18 +87,13 @@ def train_epoch_quietly(model, loader, optimizer, device):
         loss_sum = loss_sum + {added}
         count += {counted}
     return {result}
-"""
-
-
-def epoch(
+""",
     mode="model.train()",
     zero="optimizer.zero_grad()",
     added="loss.detach() * len(labels)",
     counted="len(labels)",
     result="loss_sum.item() / count",
-):
-    """The right epoch, with one of its parts replaced."""
-    return _EPOCH.format(mode=mode, zero=zero, added=added, counted=counted, result=result)
+)
 
 
 WRONG = {

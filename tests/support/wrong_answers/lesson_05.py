@@ -1,6 +1,9 @@
 """Typical mistakes in the exercises of lesson 05, and what the learner must be told."""
 
-_COUNTER = """
+from wrong_answers import template
+
+_counter = template(
+    """
 class CountingModel(nn.Module):
     def __init__(self):
         super().__init__()
@@ -10,10 +13,7 @@ class CountingModel(nn.Module):
         {count}
         return x * 2
 """
-
-
-def _counter(init: str, count: str) -> str:
-    return _COUNTER.format(init=init, count=count)
+)
 
 
 _STEP = """
@@ -37,11 +37,19 @@ def load_any(model, state):
     return "as it is"
 """
 
-_PARTS = """
+_parts = template(
+    """
 def data_parallel(module, batch, gpus):
     chunks = scatter(batch, gpus)
-    {body}
-"""
+    replicas = {replicas}
+    outputs = {outputs}
+    return {result}
+""",
+    replicas="replicate(module, gpus[: len(chunks)])",
+    outputs="parallel_apply(replicas, chunks)",
+    result="gather(outputs, gpus[0])",
+)
+
 
 WRONG = {
     "5.1": [
@@ -51,80 +59,47 @@ WRONG = {
             "its four parts",
         ),
         ("def data_parallel(module, batch, gpus):\n    return module(batch)", "its own chunk once"),
+        (_parts(replicas="replicate(module, gpus)"), "as many replicas as chunks"),
+        (_parts(replicas="replicate(module, gpus)[: len(chunks)]"), "shorten the list first"),
+        (_parts(result="outputs"), "Return what gather returns"),
+        (_parts(result="gather(outputs, gpus[1])"), "on which the outputs are joined"),
         (
-            _PARTS.format(
-                body="return gather(parallel_apply(replicate(module, gpus), chunks), gpus[0])"
-            ),
-            "as many replicas as chunks",
-        ),
-        (
-            _PARTS.format(
-                body="replicas = replicate(module, gpus)[: len(chunks)]\n"
-                "    return gather(parallel_apply(replicas, chunks), gpus[0])"
-            ),
-            "shorten the list first",
-        ),
-        (
-            _PARTS.format(
-                body="return parallel_apply(replicate(module, gpus[: len(chunks)]), chunks)"
-            ),
-            "Return what gather returns",
-        ),
-        (
-            _PARTS.format(
-                body="replicas = replicate(module, gpus[: len(chunks)])\n"
-                "    return gather(parallel_apply(replicas, chunks), gpus[1])"
-            ),
-            "on which the outputs are joined",
-        ),
-        (
-            _PARTS.format(
-                body="with torch.no_grad():\n"
-                "        replicas = replicate(module, gpus[: len(chunks)])\n"
-                "    return gather(parallel_apply(replicas, chunks), gpus[0])"
-            ),
+            _parts(replicas="torch.no_grad()(replicate)(module, gpus[: len(chunks)])"),
             "gradients enabled",
         ),
+        (_parts(result="gather(outputs[::-1], gpus[0])"), "not that of one GPU"),
         (
-            _PARTS.format(
-                body="replicas = replicate(module, gpus[: len(chunks)])\n"
-                "    outputs = parallel_apply(replicas, chunks)\n"
-                "    return gather(outputs[::-1], gpus[0])"
-            ),
-            "not that of one GPU",
-        ),
-        (
-            _PARTS.format(
-                body="replicas = replicate(module, gpus[: len(chunks)])\n"
-                "    outputs = [replica(chunk) for replica, chunk in zip(replicas, chunks)]\n"
-                "    return gather(outputs, gpus[0])"
-            ),
+            _parts(outputs="[replica(chunk) for replica, chunk in zip(replicas, chunks)]"),
             "parallel_apply starts the threads",
         ),
         (
-            _PARTS.format(
-                body="replicas = replicate(module, gpus[: len(chunks)], detach=True)\n"
-                "    return gather(parallel_apply(replicas, chunks), gpus[0])"
-            ),
+            _parts(replicas="replicate(module, gpus[: len(chunks)], detach=True)"),
             "is everything in the graph?",
         ),
     ],
     "5.3": [
-        (_counter("self.calls = 0", "self.calls += 1"), "thrown away"),
+        (_counter(init="self.calls = 0", count="self.calls += 1"), "thrown away"),
         (
             _counter(
-                "self.register_buffer('calls', torch.zeros(()))", "self.calls = self.calls + 1"
+                init="self.register_buffer('calls', torch.zeros(()))",
+                count="self.calls = self.calls + 1",
             ),
             "change the buffer in place",
         ),
-        (_counter("self.calls = [0]", "self.calls[0] += 1"), "compares int(model.calls)"),
         (
-            _counter("self.calls = torch.zeros(())", "self.calls.add_(1)"),
+            _counter(init="self.calls = [0]", count="self.calls[0] += 1"),
+            "compares int(model.calls)",
+        ),
+        (
+            _counter(init="self.calls = torch.zeros(())", count="self.calls.add_(1)"),
             "once per replica",
         ),
-        (_counter("self.calls = 3", "pass"), "expected"),
+        (_counter(init="self.calls = 3", count="pass"), "expected"),
         *(
-            (_counter("self.register_buffer('calls', torch.zeros(()))", count), "wherever it runs")
+            (
+                _counter(init="self.register_buffer('calls', torch.zeros(()))", count=count),
+                "wherever it runs",
+            )
             for count in (
                 "self.calls += x.device.index == 0",
                 "if x.is_cpu: pass\n        else: self.calls += 1",

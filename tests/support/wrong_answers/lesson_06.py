@@ -2,6 +2,38 @@
 
 import re
 
+from wrong_answers import template
+
+_LENGTH = "len(tensor) // dist.get_world_size()"
+_sum = template(
+    """
+def sum_over_ranks(tensor):
+    part = {part}
+    dist.reduce_scatter_single(part, tensor)
+    total = {total}
+    dist.all_gather_single(total, part)
+    return {result}
+""",
+    part=f"tensor.new_empty({_LENGTH})",
+    total="torch.empty_like(tensor)",
+    result="total",
+)
+
+
+_mean = template(
+    """
+def mean_over_ranks(values):
+    {before}
+    total = {total}
+    dist.all_reduce(total)
+    return {result}
+""",
+    before="",
+    total="torch.stack([values.sum(), values.new_tensor(len(values))])",
+    result="total[0] / total[1]",
+)
+
+
 AVERAGED = """
 def stop_together(rank, world_size, losses, limit):
     averages = []
@@ -90,26 +122,13 @@ def sum_over_ranks(tensor):
             "one call does both",
         ),
         (
-            """
-def sum_over_ranks(tensor):
-    part = torch.empty(len(tensor) // dist.get_world_size(), device=tensor.device)
-    dist.reduce_scatter_single(part, tensor)
-    total = torch.empty(len(tensor), device=tensor.device)
-    dist.all_gather_single(total, part)
-    return total
-""",
+            _sum(
+                part=f"torch.empty({_LENGTH}, device=tensor.device)",
+                total="torch.empty(len(tensor), device=tensor.device)",
+            ),
             "dtype",
         ),
-        (
-            """
-def sum_over_ranks(tensor):
-    part = tensor.new_empty(len(tensor) // dist.get_world_size())
-    dist.reduce_scatter_single(part, tensor)
-    dist.all_gather_single(torch.empty_like(tensor), part)
-    return tensor
-""",
-            "rank's own tensor",
-        ),
+        (_sum(result="tensor"), "rank's own tensor"),
         (
             """
 def sum_over_ranks(tensor):
@@ -123,26 +142,11 @@ def sum_over_ranks(tensor):
             "rank 0 waits in all_gather_single",
         ),
         (
-            # The output is left on the CPU.
-            """
-def sum_over_ranks(tensor):
-    part = torch.empty(len(tensor) // dist.get_world_size(), dtype=tensor.dtype)
-    dist.reduce_scatter_single(part, tensor)
-    total = torch.empty_like(tensor)
-    dist.all_gather_single(total, part)
-    return total
-""",
+            _sum(part=f"torch.empty({_LENGTH}, dtype=tensor.dtype)"),  # left on the CPU
             "reduce_scatter was given a CPU tensor, and NCCL carries only what is on the rank's GPU",
         ),
         (
-            """
-def sum_over_ranks(tensor):
-    part = tensor.new_empty(len(tensor) // dist.get_world_size())
-    dist.reduce_scatter_single(part, tensor)
-    total = torch.empty_like(tensor)
-    dist.all_gather_single(total, part)
-    return total.cpu()
-""",
+            _sum(result="total.cpu()"),
             re.compile(
                 r"the answer is on the cpu, but the tensor was on vgpu:[0-3]: make it there, with"
             ),
@@ -153,32 +157,14 @@ def sum_over_ranks(tensor):
     ],
     "6.2": [
         (
-            """
-def mean_over_ranks(values):
-    mean = values.mean()
-    dist.all_reduce(mean)
-    return mean / dist.get_world_size()
-""",
+            _mean(total="values.mean()", result="total / dist.get_world_size()"),
             "counts a short shard as much",
         ),
+        (_mean(before="if len(values) == 0: return 0.0"), "never came"),
         (
-            """
-def mean_over_ranks(values):
-    if len(values) == 0:
-        return 0.0
-    total = torch.stack([values.sum(), values.new_tensor(len(values))])
-    dist.all_reduce(total)
-    return total[0] / total[1]
-""",
-            "never came",
-        ),
-        (
-            """
-def mean_over_ranks(values):
-    total = torch.stack([values.sum(), values.new_tensor(len(values))])
-    dist.reduce(total, dst=0)
-    return total[0] / total[1] if dist.get_rank() == 0 else None
-""",
+            _mean(result="total[0] / total[1] if dist.get_rank() == 0 else None").replace(
+                "all_reduce(total", "reduce(total, dst=0"
+            ),
             "Every rank needs the mean",
         ),
         (
@@ -193,54 +179,20 @@ def mean_over_ranks(values):
             "into one tensor",
         ),
         (
-            """
-def mean_over_ranks(values):
-    total = torch.tensor([values.sum(), len(values)])
-    dist.all_reduce(total)
-    return total[0] / total[1]
-""",
+            _mean(total="torch.tensor([values.sum(), len(values)])"),
             "all_reduce was given a CPU tensor",
         ),
         (
-            """
-def mean_over_ranks(values):
-    total = torch.stack([values.sum(), torch.tensor(float(len(values)))])
-    dist.all_reduce(total)
-    return total[0] / total[1]
-""",
+            _mean(total="torch.stack([values.sum(), torch.tensor(float(len(values)))])"),
             "where the odd one comes from",
         ),
+        ("def mean_over_ranks(values):\n    return values.mean()", "the ranks have to communicate"),
+        (_mean(result="values.mean()"), "although the ranks communicated"),
         (
-            "def mean_over_ranks(values):\n    return values.mean()",
-            "the ranks have to communicate",
-        ),
-        (
-            """
-def mean_over_ranks(values):
-    total = torch.stack([values.sum(), values.new_tensor(len(values))])
-    dist.all_reduce(total)
-    return values.mean()
-""",
-            "although the ranks communicated",
-        ),
-        (
-            """
-def mean_over_ranks(values):
-    total = values.sum()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
-""",
+            _mean(total="values.sum()", result="total / dist.get_world_size()"),
             "not by the number of ranks",
         ),
-        (
-            """
-def mean_over_ranks(values):
-    total = values.sum()
-    dist.all_reduce(total)
-    return total
-""",
-            "This is the sum of all values",
-        ),
+        (_mean(total="values.sum()", result="total"), "This is the sum of all values"),
     ],
     "6.3": [
         (

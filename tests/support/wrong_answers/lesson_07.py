@@ -1,6 +1,11 @@
 """Typical mistakes in the exercises of lesson 07, and what the learner must be told."""
 
-_HANDMADE = """
+from wrong_answers import template
+
+_AVERAGE = "dist.all_reduce(p.grad); p.grad /= dist.get_world_size()"
+_SEND = "[dist.broadcast(t.data, src=0) for t in (*module.parameters(), *module.buffers())]"
+_handmade = template(
+    """
 class HandmadeDDP(nn.Module):
     def __init__(self, module):
         super().__init__()
@@ -15,9 +20,10 @@ class HandmadeDDP(nn.Module):
 
     def forward(self, *inputs):
         return self.module(*inputs)
-"""
-_SEND = "[dist.broadcast(t.data, src=0) for t in (*module.parameters(), *module.buffers())]"
-_AVERAGE = "dist.all_reduce(p.grad); p.grad /= dist.get_world_size()"
+""",
+    start=_SEND,
+    hook=_AVERAGE,
+)
 _LOSS = "def loss_for_ddp(losses):\n    "
 _COUNT = (
     "def loss_for_ddp(losses):\n"
@@ -49,36 +55,30 @@ _LOSS_OF_ONE = "nn.functional.mse_loss(parallel(x), y) / len(micro_batches)"
 
 WRONG = {
     "7.1": [
-        (_HANDMADE.format(start="pass", hook=_AVERAGE), "that is rank"),
+        (_handmade(start="pass"), "that is rank"),
         (
-            _HANDMADE.format(
-                start="[dist.broadcast(p.data, src=0) for p in module.parameters()]", hook=_AVERAGE
-            ),
+            _handmade(start="[dist.broadcast(p.data, src=0) for p in module.parameters()]"),
             "the buffer that is rank",
         ),
         (
-            _HANDMADE.format(
-                start="[dist.broadcast(t, src=0) for t in module.state_dict().values()]",
-                hook=_AVERAGE,
-            ),
+            _handmade(start="[dist.broadcast(t, src=0) for t in module.state_dict().values()]"),
             "module.buffers() lists all",
         ),
-        (_HANDMADE.format(start=_SEND, hook="dist.all_reduce(p.grad)"), "divide the sum"),
-        (_HANDMADE.format(start=_SEND, hook="pass"), "average of all ranks"),
+        (_handmade(hook="dist.all_reduce(p.grad)"), "divide the sum"),
+        (_handmade(hook="pass"), "average of all ranks"),
         (
-            _HANDMADE.format(start=_SEND, hook=f"{_AVERAGE}; {_AVERAGE}"),
+            _handmade(hook=f"{_AVERAGE}; {_AVERAGE}"),
             "12: one per backward for each of the 4 parameters",
         ),
-        (_HANDMADE.format(start=_SEND, hook="p.grad.zero_()"), "Nothing moved"),
+        (_handmade(hook="p.grad.zero_()"), "Nothing moved"),
         (
-            _HANDMADE.format(
-                start="[dist.broadcast(t, src=0) for t in (*module.buffers(), *module.parameters())]",
-                hook=_AVERAGE,
+            _handmade(
+                start="[dist.broadcast(t, src=0) for t in (*module.buffers(), *module.parameters())]"
             ),
             "send parameter.data",
         ),
         (
-            _HANDMADE.format(start=_SEND.replace("t.data,", "t.data.cpu(),"), hook=_AVERAGE),
+            _handmade(start=_SEND.replace("t.data,", "t.data.cpu(),")),
             "broadcast was given a CPU tensor, and NCCL carries only what is on the rank's GPU",
         ),
         ("HandmadeDDP = DDP", "write yours from broadcast"),
@@ -150,10 +150,7 @@ WRONG = {
         ("ValidationSampler = [0, 4, 8]", "Pass the function itself"),
     ],
     "7.4": [
-        (
-            _ACCUMULATE.format(body=f"({_LOSS_OF_ONE}).backward()"),
-            "DDP sent after more than one",
-        ),
+        (_ACCUMULATE.format(body=f"({_LOSS_OF_ONE}).backward()"), "DDP sent after more than one"),
         (
             _ACCUMULATE.format(
                 body=f"with parallel.no_sync():\n            ({_LOSS_OF_ONE}).backward()"

@@ -1,5 +1,7 @@
 """Typical mistakes in the exercises of lesson 08, and what the learner must be told."""
 
+from wrong_answers import template
+
 _EVEN = """
 def balanced_cut(layers, batch, gpus):
     sizes, hidden = [], batch
@@ -9,31 +11,23 @@ def balanced_cut(layers, batch, gpus):
     return min(range(1, len(layers)), key=lambda k: max(sum(sizes[:k]), sum(sizes[k:])))
 """
 
-_LOSSES = """
+_losses = template(
+    """
 def two_losses(main, auxiliary, labels):
     main_loss = F.cross_entropy({main}, labels.to({main_labels}))
     auxiliary_loss = F.cross_entropy({auxiliary}, labels.to({auxiliary_labels}))
     return {result}
-"""
-
-
-def _losses(
+""",
     main="main",
     auxiliary="auxiliary",
     main_labels="main.device",
     auxiliary_labels="auxiliary.device",
     result="main_loss + 0.3 * auxiliary_loss.to(main_loss.device)",
-):
-    return _LOSSES.format(
-        main=main,
-        auxiliary=auxiliary,
-        main_labels=main_labels,
-        auxiliary_labels=auxiliary_labels,
-        result=result,
-    )
+)
 
 
-_STAGED = """
+_staged = template(
+    """
 class Staged(nn.Module):
     def __init__(self, stages, gpus):
         super().__init__()
@@ -44,34 +38,34 @@ class Staged(nn.Module):
         for stage, gpu in zip(self.stages, self.gpus):
             hidden = stage({hidden})
         return hidden
-"""
-_PLACED = "nn.ModuleList(s.to(g) for s, g in zip(stages, gpus))"
+""",
+    stages="nn.ModuleList(s.to(g) for s, g in zip(stages, gpus))",
+    hidden="hidden.to(gpu)",
+)
 
-_COMPARE = """
+_ERROR = (
+    "math.sqrt(statistics.variance(first) / len(first) + statistics.variance(second) / len(second))"
+)
+_compare = template(
+    """
 def compare(first, second):
     gap = statistics.mean(second) - statistics.mean(first)
     error = {error}
     if abs(gap) <= 2 * error:
         return "cannot tell"
     return {said}
-"""
-_ERROR = (
-    "math.sqrt(statistics.variance(first) / len(first) + statistics.variance(second) / len(second))"
+""",
+    error=_ERROR,
+    said='"slower" if gap > 0 else "faster"',
 )
-_SAID = '"slower" if gap > 0 else "faster"'
 
 WRONG = {
     "8.1": [
+        (_staged(stages="[s.to(g) for s, g in zip(stages, gpus)]"), "nn.ModuleList"),
+        (_staged(hidden="hidden"), "same device"),
+        (_staged(hidden="hidden.detach().to(gpu)"), "cuts the graph"),
         (
-            _STAGED.format(
-                stages="[s.to(g) for s, g in zip(stages, gpus)]", hidden="hidden.to(gpu)"
-            ),
-            "nn.ModuleList",
-        ),
-        (_STAGED.format(stages=_PLACED, hidden="hidden"), "same device"),
-        (_STAGED.format(stages=_PLACED, hidden="hidden.detach().to(gpu)"), "cuts the graph"),
-        (
-            _STAGED.format(
+            _staged(
                 stages="nn.ModuleList(s.to(gpus[0]) for s in stages)",
                 hidden="hidden.to(self.gpus[0])",
             ),
@@ -88,12 +82,7 @@ WRONG = {
             "        return self.c(self.b(self.a(x.to(a)).to(b)).to(c))",
             "not enough values to unpack",
         ),
-        (
-            _STAGED.format(stages=_PLACED, hidden="hidden.to(gpu)").replace(
-                "return hidden", "pass"
-            ),
-            "forward returns",
-        ),
+        (_staged().replace("return hidden", "pass"), "forward returns"),
     ],
     "8.2": [
         (
@@ -106,7 +95,12 @@ WRONG = {
         (_losses(result="main_loss, 0.3 * auxiliary_loss"), "Return the sum"),
         (_losses(result="main_loss + 0.3 * auxiliary_loss"), "added on one"),
         (
-            _losses("main.cpu()", "auxiliary.cpu()", "'cpu'", "'cpu'"),
+            _losses(
+                main="main.cpu()",
+                auxiliary="auxiliary.cpu()",
+                main_labels="'cpu'",
+                auxiliary_labels="'cpu'",
+            ),
             "Move the labels",
         ),
         (
@@ -138,17 +132,14 @@ WRONG = {
         ("def balanced_cut(layers, batch, gpus):\n    return layers[:3]", "how many layers"),
     ],
     "8.4": [
-        (_COMPARE.format(error="0", said=_SAID), "not more than two errors"),
+        (_compare(error="0"), "not more than two errors"),
         (
-            _COMPARE.format(error="statistics.stdev(first) + statistics.stdev(second)", said=_SAID),
+            _compare(error="statistics.stdev(first) + statistics.stdev(second)"),
             "its number of repeats",
         ),
+        (_compare(said='"faster" if gap > 0 else "slower"'), "about the second list"),
         (
-            _COMPARE.format(error=_ERROR, said='"faster" if gap > 0 else "slower"'),
-            "about the second list",
-        ),
-        (
-            _COMPARE.format(error=_ERROR.replace("variance", "pvariance"), said=_SAID),
+            _compare(error=_ERROR.replace("variance", "pvariance")),
             "one less than the number of repeats",
         ),
         ("def compare(first, second):\n    return min(second) > min(first)", 'Return "slower"'),

@@ -1,6 +1,9 @@
 """Typical mistakes in the exercises of lesson 09, and what the learner must be told."""
 
-_PIPELINED = """
+from wrong_answers import template
+
+_pipelined = template(
+    """
 def pipelined(stages, gpus, split_size, batch):
     outputs = []
     for hidden in {pieces}:
@@ -8,20 +11,17 @@ def pipelined(stages, gpus, split_size, batch):
             {step}
         outputs.append(hidden)
     return {returned}
-"""
-
-
-def _pipelined(
+""",
     pieces="batch.split(split_size)",
     step="hidden = stage(hidden.to(gpu))",
     returned="torch.cat(outputs)",
-):
-    return _PIPELINED.format(pieces=pieces, step=step, returned=returned)
+)
 
 
 _BEST = "def best_split_size(time_of, batch_size):\n    return {}\n"
 
-_REPAIRED = """
+_repaired = template(
+    """
 def repaired(batches, weight):
     default, side = torch.accelerator.current_stream(weight.device), torch.Stream(weight.device)
     buffers = [torch.empty_like(batches[0], device=weight.device) for _ in range(2)]
@@ -38,11 +38,12 @@ def repaired(batches, weight):
         {third}
         products.append(buffers[index % 2] @ weight)
     return {returned}
-"""
-
-
-def _repaired(first="pass", second="pass", third="pass", returned="products"):
-    return _REPAIRED.format(first=first, second=second, third=third, returned=returned)
+""",
+    first="pass",
+    second="pass",
+    third="pass",
+    returned="products",
+)
 
 
 # A new tensor for each batch, which is freed while its product may still read it.

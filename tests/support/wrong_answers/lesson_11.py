@@ -26,7 +26,7 @@ WRONG = {
         # The sum of all causes, as if all peaked at once.
         (_PEAK.format("4 * (always + sum(weights) + hidden)"), "The peak is in backward"),
         # Without the gradients of activations.
-        (_PEAK.format("4 * (always + hidden)"), "There are then: parameters"),
+        (_PEAK.format("4 * (always + hidden)"), "Held at that moment: parameters"),
         (
             # Right for backward, but the update is forgotten.
             _PEAK.format(
@@ -51,7 +51,7 @@ WRONG = {
             ),
             "a float32 has 4 bytes",
         ),
-        (_PEAK.format("0"), "There are then"),
+        (_PEAK.format("0"), "Held at that moment"),
         # The solution's formula, each time without one of its terms.
         (
             # Right, but not a prediction.

@@ -1,19 +1,23 @@
 """Typical mistakes in the exercises of lesson 12, and what the learner must be told."""
 
-_STEP = (
+from wrong_answers import template
+
+_GRAD = "averaged_part(parameter.grad)"
+_WRITE = "parameter.data.copy_(gathered(shard, parameter))"
+_step = template(
     "def zero1_step(parameters, shards, optimizer):\n"
     "    for parameter, shard in zip(parameters, shards):\n"
     "        shard.grad = {grad}\n"
     "        {forget}\n"
     "    optimizer.step()\n"
     "    for parameter, shard in zip(parameters, shards):\n"
-    "        {write}"
+    "        {write}",
+    grad=_GRAD,
+    forget="parameter.grad = None",
+    write=_WRITE,
 )
-_GRAD = "averaged_part(parameter.grad)"
-_FORGET = "parameter.grad = None"
-_WRITE = "parameter.data.copy_(gathered(shard, parameter))"
 
-_UNITS = (
+_units = template(
     "def units(layer_bytes, budget_bytes):\n"
     "    from itertools import combinations, pairwise\n"
     "    count = len(layer_bytes)\n"
@@ -24,41 +28,33 @@ _UNITS = (
     "            most = max({most})\n"
     "            if most <= budget_bytes:\n"
     "                return [b - a for a, b in ends]\n"
-    "    return {otherwise}"
+    "    return {otherwise}",
+    cuts="range(count)",
+    most="[*gathered, *(a + b for a, b in pairwise(gathered))]",
+    otherwise="None",
 )
-_NEIGHBORS = "[*gathered, *(a + b for a, b in pairwise(gathered))]"
 
 _TOKENS = "def tokens_to_hide(gpus, flop_per_s, bytes_per_s):\n    return {}"
 
 WRONG = {
     "12.1": [
-        (
-            _STEP.format(grad=f"{_GRAD} * dist.get_world_size()", forget=_FORGET, write=_WRITE),
-            "times too large: a sum",
-        ),
-        (_STEP.format(grad=_GRAD, forget=_FORGET, write="pass"), "haven't changed"),
+        (_step(grad=f"{_GRAD} * dist.get_world_size()"), "times too large: a sum"),
+        (_step(write="pass"), "haven't changed"),
         (
             "def zero1_step(parameters, shards, optimizer):\n"
             "    optimizer.step()\n"
             "    for parameter, shard in zip(parameters, shards):\n"
             f"        shard.grad = {_GRAD}\n"
-            f"        {_FORGET}\n"
+            f"        parameter.grad = None\n"
             f"        {_WRITE}",
             "once the shards have their gradients",
         ),
         (
-            _STEP.format(
-                grad=_GRAD,
-                forget=_FORGET,
-                write="parameter.data.view(-1)[:len(shard)] = shard.data[:parameter.numel()]",
-            ),
+            _step(write="parameter.data.view(-1)[:len(shard)] = shard.data[:parameter.numel()]"),
             "from an all-gather",
         ),
-        (
-            _STEP.format(grad="part_of(parameter.grad)", forget=_FORGET, write=_WRITE),
-            "All ranks' gradients must be averaged",
-        ),
-        (_STEP.format(grad=_GRAD, forget="pass", write=_WRITE), "set it to None"),
+        (_step(grad="part_of(parameter.grad)"), "All ranks' gradients must be averaged"),
+        (_step(forget="pass"), "set it to None"),
         (
             "def zero1_step(parameters, shards, optimizer):\n"
             "    for parameter, shard in zip(parameters, shards):\n"
@@ -72,27 +68,13 @@ WRONG = {
         ),
     ],
     "12.2": [
-        (
-            _UNITS.format(cuts="range(count)", most="gathered", otherwise="None"),
-            "neighbors",
-        ),
-        (
-            _UNITS.format(cuts="reversed(range(count))", most=_NEIGHBORS, otherwise="None"),
-            "with fewer gathers",
-        ),
-        (
-            _UNITS.format(cuts="range(count)", most=_NEIGHBORS, otherwise="[1] * count"),
-            "too much",
-        ),
+        (_units(most="gathered"), "neighbors"),
+        (_units(cuts="reversed(range(count))"), "with fewer gathers"),
+        (_units(otherwise="[1] * count"), "too much"),
         ("def units(layer_bytes, budget_bytes):\n    return None", "make more units"),
         # Never a unit boundary after the first layer, or before the last.
         *(
-            (
-                _UNITS.format(cuts="range(count)", most=_NEIGHBORS, otherwise="None").replace(
-                    "range(1, count)", cut
-                ),
-                "make more units",
-            )
+            (_units().replace("range(1, count)", cut), "make more units")
             for cut in ("range(2, count)", "range(1, count - 1)")
         ),
         ("def units(layer_bytes, budget_bytes):\n    return [0]", "exactly one unit"),
@@ -102,7 +84,10 @@ WRONG = {
             _TOKENS.format("2 * (gpus - 1) / gpus * flop_per_s / bytes_per_s"),
             "Twice as many as needed",
         ),
-        (_TOKENS.format("(gpus - 1) / gpus * flop_per_s / bytes_per_s / 2"), "Half of it"),
+        (
+            _TOKENS.format("(gpus - 1) / gpus * flop_per_s / bytes_per_s / 2"),
+            "Half the right number",
+        ),
         (_TOKENS.format("flop_per_s / bytes_per_s"), "already has its own part"),
         (_TOKENS.format("(gpus - 1) / gpus * flop_per_s / bytes_per_s / 3"), "Forward alone"),
         (_TOKENS.format("bytes_per_s / flop_per_s"), "times the right number"),

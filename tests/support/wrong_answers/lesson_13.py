@@ -1,5 +1,7 @@
 """Typical mistakes in the exercises of lesson 13, and what the learner must be told."""
 
+from wrong_answers import template
+
 _ROWS = """
 class SumForward(torch.autograd.Function):
     @staticmethod
@@ -17,7 +19,8 @@ def row_linear(x, weight, bias):
     return {result}
 """
 
-_LOSS = """
+_loss = template(
+    """
 def split_loss(logits, targets):
     part = logits.size(1)
     largest = logits.detach().amax(1)
@@ -28,21 +31,25 @@ def split_loss(logits, targets):
     here = (own >= 0) & (own < part)
     picked = shifted.gather(1, own.clamp(0, part - 1)[:, None])[:, 0] * here
     return {result}
-"""
-_RIGHT = {
-    "largest": "dist.all_reduce(largest, dist.ReduceOp.MAX)",
-    "total": "Leave.apply(shifted.exp().sum(1))",
-    "result": "(total.log() - Leave.apply(picked)).mean()",
-}
+""",
+    largest="dist.all_reduce(largest, dist.ReduceOp.MAX)",
+    total="Leave.apply(shifted.exp().sum(1))",
+    result="(total.log() - Leave.apply(picked)).mean()",
+)
 
-_FAR = """
+
+_far = template(
+    """
 def layer_times(split_s, whole_s, host_s, size_bytes):
     times_s = {{}}
     for n in (1, 2, 4, 8):
         sent_s = 2 * (n - 1) / n * size_bytes / (0.8 * 450e9) + 2 * (n - 1) * 5e-6
         times_s[n] = {time}
     return {result}
-"""
+""",
+    result="times_s",
+)
+
 
 WRONG = {
     "13.1": [
@@ -147,24 +154,15 @@ mended = {
         ("mended = [ColwiseParallel()]", "Start with {**faulty"),
     ],
     "13.3": [
-        (_LOSS.format(**{**_RIGHT, "largest": "pass"}), "the same largest logit"),
-        (
-            _LOSS.format(**{**_RIGHT, "largest": "largest = torch.zeros_like(largest)"}),
-            "exp overflows",
-        ),
-        *(
-            (_LOSS.format(**_RIGHT).replace("amax(1)", shift), "exp overflows")
-            for shift in ("mean(1)", "amin(1)")
-        ),
+        (_loss(largest="pass"), "the same largest logit"),
+        (_loss(largest="largest = torch.zeros_like(largest)"), "exp overflows"),
+        *((_loss().replace("amax(1)", shift), "exp overflows") for shift in ("mean(1)", "amin(1)")),
         (
             # One word more at the front.
-            _LOSS.format(**_RIGHT).replace("own >= 0", "own >= -1"),
+            _loss().replace("own >= 0", "own >= -1"),
             "which one rank has and all others",
         ),
-        (
-            _LOSS.format(**{**_RIGHT, "result": "(total.log() - Leave.apply(picked)).sum()"}),
-            "return the mean",
-        ),
+        (_loss(result="(total.log() - Leave.apply(picked)).sum()"), "return the mean"),
         (
             """
 def split_loss(logits, targets):
@@ -176,17 +174,11 @@ def split_loss(logits, targets):
             "over the budget",
         ),
         (
-            _LOSS.format(
-                **{
-                    **_RIGHT,
-                    "total": "shifted.exp().sum(1); dist.all_reduce(total)",
-                    "result": "(total.log() - Leave.apply(picked)).mean()",
-                }
-            ),
+            _loss(total="shifted.exp().sum(1); dist.all_reduce(total)"),
             "put it into an autograd.Function",
         ),
         (
-            _LOSS.format(**{**_RIGHT, "total": "Leave.apply(Enter.apply(shifted).exp().sum(1))"}),
+            _loss(total="Leave.apply(Enter.apply(shifted).exp().sum(1))"),
             "its gradient is passed back unchanged",
         ),
         (
@@ -196,37 +188,23 @@ def split_loss(logits, targets):
         ),
     ],
     "13.4": [
+        (_far(time="(split_s + whole_s) / n + 4 * sent_s * (n > 1)"), "doesn't shrink"),
+        (_far(time="split_s / n + whole_s + 4 * sent_s * (n > 1)"), "host isn't done"),
+        (_far(time="max(host_s, (split_s + whole_s) / n)"), "there are four"),
         (
-            _FAR.format(time="(split_s + whole_s) / n + 4 * sent_s * (n > 1)", result="times_s"),
-            "doesn't shrink",
-        ),
-        (
-            _FAR.format(time="split_s / n + whole_s + 4 * sent_s * (n > 1)", result="times_s"),
-            "host isn't done",
-        ),
-        (
-            _FAR.format(time="max(host_s, (split_s + whole_s) / n)", result="times_s"),
-            "there are four",
-        ),
-        (
-            _FAR.format(
-                time="host_s + split_s / n + whole_s + 4 * sent_s * (n > 1)", result="times_s"
-            ),
+            _far(time="host_s + split_s / n + whole_s + 4 * sent_s * (n > 1)"),
             "the longer of the two counts",
         ),
         (
-            _FAR.format(
-                time="max(host_s, split_s / n + whole_s + 4 * sent_s * n / max(n - 1, 1))",
-                result="times_s",
-            ),
+            _far(time="max(host_s, split_s / n + whole_s + 4 * sent_s * n / max(n - 1, 1))"),
             "2(n - 1)/n of a tensor",
         ),
         (
-            _FAR.format(
-                time="max(host_s, split_s / n + whole_s + 4 * sent_s * (n > 1))", result="times_s"
-            ).replace("+ 2 * (n - 1) * 5e-6", "+ (n - 1) * 5e-6"),
+            _far(time="max(host_s, split_s / n + whole_s + 4 * sent_s * (n > 1))").replace(
+                "+ 2 * (n - 1) * 5e-6", "+ (n - 1) * 5e-6"
+            ),
             "2(n - 1) steps and their latency",
         ),
-        (_FAR.format(time="host_s", result="list(times_s.values())"), "Return a dict"),
+        (_far(time="host_s", result="list(times_s.values())"), "Return a dict"),
     ],
 }

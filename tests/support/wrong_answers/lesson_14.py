@@ -1,12 +1,18 @@
 """Typical mistakes in the exercises of lesson 14, and what the learner must be told."""
 
-_GROUPS = """
+from wrong_answers import template
+
+_groups = template(
+    """
 def groups_of(sizes, dimension):
     ranks = torch.arange(math.prod(sizes)).view({shape})
     return {result}
-"""
+""",
+    shape="sizes",
+)
 
-_ATTEND = """
+_attend = template(
+    """
 def attend(query, blocks):
     highest, total, output = -math.inf, 0.0, 0.0
     for keys, values in blocks:
@@ -17,9 +23,11 @@ def attend(query, blocks):
         output = {output}
         highest = new
     return output / total
-"""
-_TOTAL = "shrink * total + weights.sum(-1, keepdim=True)"
-_OUTPUT = "shrink * output + weights @ values"
+""",
+    factor="query.size(-1) ** -0.5",
+    total="shrink * total + weights.sum(-1, keepdim=True)",
+    output="shrink * output + weights @ values",
+)
 
 _PLACES = """
 def within_capacity(chosen, experts, capacity):
@@ -31,34 +39,24 @@ def within_capacity(chosen, experts, capacity):
 WRONG = {
     "14.1": [
         (
-            _GROUPS.format(
+            _groups(
                 shape="tuple(reversed(sizes))",
                 result="ranks.movedim(len(sizes) - 1 - dimension, -1)"
                 ".reshape(-1, sizes[dimension]).tolist()",
             ),
             "The last dimension varies fastest",
         ),
+        (_groups(result="ranks.reshape(sizes[dimension], -1).tolist()"), "ranks, its size"),
+        (_groups(result="ranks.reshape(-1, sizes[dimension]).tolist()"), "its ranks are neighbors"),
         (
-            _GROUPS.format(shape="sizes", result="ranks.reshape(sizes[dimension], -1).tolist()"),
-            "ranks, its size",
-        ),
-        (
-            _GROUPS.format(shape="sizes", result="ranks.reshape(-1, sizes[dimension]).tolist()"),
-            "its ranks are neighbors",
-        ),
-        (
-            _GROUPS.format(
-                shape="sizes",
+            _groups(
                 result="ranks.movedim(dimension, -1).flip(-1)"
-                ".reshape(-1, sizes[dimension]).tolist()",
+                ".reshape(-1, sizes[dimension]).tolist()"
             ),
             "ascending order",
         ),
         (
-            _GROUPS.format(
-                shape="sizes",
-                result="ranks.movedim(dimension, 0).reshape(-1, sizes[dimension]).tolist()",
-            ),
+            _groups(result="ranks.movedim(dimension, 0).reshape(-1, sizes[dimension]).tolist()"),
             "only their index in this dimension differs",
         ),
         ("def groups_of(sizes, dimension):\n    return 3", "Return a list of groups"),
@@ -111,23 +109,13 @@ WRONG = {
             "    return sum(w @ v for w, v in weighed) / total",
             "drop each block",
         ),
-        (
-            _ATTEND.format(
-                factor="query.size(-1) ** -0.5", total=_TOTAL, output="output + weights @ values"
-            ),
-            "shrink by",
-        ),
-        (_ATTEND.format(factor="1.0", total=_TOTAL, output=_OUTPUT), "lack their factor"),
-        (
-            _ATTEND.format(factor="query.size(-1) ** -0.5", total=_TOTAL, output=_OUTPUT).replace(
-                "-math.inf", "0.0"
-            ),
-            "all scores may be below 0",
-        ),
+        (_attend(output="output + weights @ values"), "shrink by"),
+        (_attend(factor="1.0"), "lack their factor"),
+        (_attend().replace("-math.inf", "0.0"), "all scores may be below 0"),
         ("def attend(query, blocks):\n    return query.sum()", "the query's shape"),
     ],
     "14.3": [
-        ("def balanced(rank, ranks):\n    return 2 * rank, 2 * rank + 1", "one of the early"),
+        ("def balanced(rank, ranks):\n    return 2 * rank, 2 * rank + 1", "an early one"),
         ("def balanced(rank, ranks):\n    return rank, 2 * ranks - rank", "no rank holds"),
         ("def balanced(rank, ranks):\n    return rank", "Return the numbers of two chunks"),
     ],

@@ -1,47 +1,44 @@
 """Typical mistakes in the exercises of lesson 15, and what the learner must be told."""
 
-_ENVELOPE = """
+from wrong_answers import template
+
+_envelope = template(
+    """
 def back_of_envelope(parameters, layers, width, sequence, tokens, gpus, flop_per_s, mfu):
     flop_per_token = {flop}
     seconds = flop_per_token * tokens / ({speed})
     return {days}, {state}
-"""
-_RIGHT = {
-    "flop": "6 * parameters + 12 * layers * width * sequence",
-    "speed": "gpus * flop_per_s * mfu",
-    "days": "seconds / 86_400",
-    "state": "16 * parameters / gpus",
-}
+""",
+    flop="6 * parameters + 12 * layers * width * sequence",
+    speed="gpus * flop_per_s * mfu",
+    days="seconds / 86_400",
+    state="16 * parameters / gpus",
+)
 
 
-def _envelope(**changes):
-    return _ENVELOPE.format(**{**_RIGHT, **changes})
-
-
-_INTERVAL = """
+_interval = template(
+    """
 def best_interval(checkpoint_s, gpus, gpu_years):
     between_failures_s = gpu_years * 365 * 86_400{gpus}
     return {interval}
-"""
+""",
+    gpus=" / gpus",
+)
 
-_DEFEND = """
+_defend = template(
+    """
 def defend(sizes, sequence, gpus, gpus_per_host, gpu, network):
     plan = Plan(sizes, Layout({layout}), batch={batch}, sequence=sequence, recompute="{recompute}",
                 gpu=gpu, gpus_per_host=gpus_per_host, network=network)
     tokens_per_s = {speed} * plan.spec.tensor_flop_per_s / estimate.flop_per_token(sizes, sequence)
     return plan, {state}, tokens_per_s
-"""
-_SOUND = {
-    "layout": "dp_shard=gpus",
-    "batch": 1,
-    "recompute": "full",
-    "speed": "0.5 / (4 / 3)",
-    "state": "12 * sizes.parameters / gpus",
-}
-
-
-def _defend(**changes):
-    return _DEFEND.format(**{**_SOUND, **changes})
+""",
+    layout="dp_shard=gpus",
+    batch=1,
+    recompute="full",
+    speed="0.5 / (4 / 3)",
+    state="12 * sizes.parameters / gpus",
+)
 
 
 WRONG = {
@@ -79,29 +76,21 @@ WRONG = {
     ],
     "15.3": [
         (
-            _INTERVAL.format(gpus="", interval="math.sqrt(2 * checkpoint_s * between_failures_s)"),
+            _interval(gpus="", interval="math.sqrt(2 * checkpoint_s * between_failures_s)"),
             "That is for one GPU",
         ),
-        (
-            _INTERVAL.format(
-                gpus=" / gpus", interval="math.sqrt(checkpoint_s * between_failures_s)"
-            ),
-            "a factor of 2",
-        ),
-        (_INTERVAL.format(gpus=" / gpus", interval="between_failures_s"), "many checkpoints"),
-        (
-            _INTERVAL.format(gpus=" / gpus", interval="2 * checkpoint_s * between_failures_s"),
-            "The square root is missing",
-        ),
-        (_INTERVAL.format(gpus=" / gpus", interval="checkpoint_s"), "Too often"),
-        (_INTERVAL.format(gpus=" / gpus", interval="between_failures_s / 2"), "Too rarely"),
+        (_interval(interval="math.sqrt(checkpoint_s * between_failures_s)"), "a factor of 2"),
+        (_interval(interval="between_failures_s"), "many checkpoints"),
+        (_interval(interval="2 * checkpoint_s * between_failures_s"), "The square root is missing"),
+        (_interval(interval="checkpoint_s"), "Too often"),
+        (_interval(interval="between_failures_s / 2"), "Too rarely"),
     ],
     "15.4": [
         (_defend(state="16 * sizes.parameters / gpus"), "12 bytes, not 16"),
         (_defend(state="12 * sizes.parameters"), "Divide by the number of GPUs"),
         (_defend(state="'8 GiB'"), "a Plan and two numbers"),
         (_defend(speed="1.0"), "the full peak"),
-        (_defend(speed="0.5"), "four thirds"),
+        (_defend(speed="0.5"), "count 5/4"),
         (_defend(speed="0.375 * gpus"), "one GPU, not of all"),
         (_defend(layout="dp_replicate=gpus", state="12 * sizes.parameters"), "A larger dp_shard"),
         (_defend(layout="dp_shard=gpus // 2"), "all GPUs"),

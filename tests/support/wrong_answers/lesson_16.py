@@ -1,21 +1,19 @@
 """Typical mistakes in the exercises of lesson 16, and what the learner must be told."""
 
-_DELAYS = """
+from wrong_answers import template
+
+_delays = template(
+    """
 def launch_delays(rows):
     calls = [row for row in rows if row.get("cat") == "cuda_runtime"]
     calls = [row for row in calls if "correlation" in row["args"]]
     launched = dict((row["args"]["correlation"], {end}) for row in calls)
     kernels = {kernels}
     return [row["ts"] - launched[row["args"]["correlation"]] for row in kernels]
-"""
-_RIGHT_DELAYS = {
-    "end": 'row["ts"] + row["dur"]',
-    "kernels": 'sorted((r for r in rows if r.get("cat") == "kernel"), key=lambda row: row["ts"])',
-}
-
-
-def _delays(**changes):
-    return _DELAYS.format(**{**_RIGHT_DELAYS, **changes})
+""",
+    end='row["ts"] + row["dur"]',
+    kernels='sorted((r for r in rows if r.get("cat") == "kernel"), key=lambda row: row["ts"])',
+)
 
 
 _IN_ORDER = """
@@ -40,7 +38,8 @@ def _reading(**changes):
     return f"my_reading = { ({**_READING, **changes})!r}"
 
 
-_PAGE = """
+_page = template(
+    """
 def one_page(traces):
     rows, pids = [], {{}}
     first = min(trace["baseTimeNanoseconds"] for trace in traces)
@@ -57,18 +56,13 @@ def one_page(traces):
                 row["args"] = {{"name": {name}}}
             rows.append(row)
     return rows
-"""
-_RIGHT_PAGE = {
-    "later": '(trace["baseTimeNanoseconds"] - first) / 1e3',
-    "copy": "dict(row)",
-    "pid": 'pids.setdefault((rank, row["pid"]), len(pids))',
-    "id": 'row["id"] * len(traces) + rank',
-    "name": "f\"rank {rank}: {row['args']['name']}\"",
-}
-
-
-def _page(**changes):
-    return _PAGE.format(**{**_RIGHT_PAGE, **changes})
+""",
+    later='(trace["baseTimeNanoseconds"] - first) / 1e3',
+    copy="dict(row)",
+    pid='pids.setdefault((rank, row["pid"]), len(pids))',
+    id='row["id"] * len(traces) + rank',
+    name="f\"rank {rank}: {row['args']['name']}\"",
+)
 
 
 _PEAK = """
@@ -134,11 +128,11 @@ WRONG = {
         (_page(later='(first - trace["baseTimeNanoseconds"]) / 1e3'), "add the difference"),
         (_page(copy="row"), "Copy each row before you change it"),
         (_page(pid='row["pid"]'), "number the pairs of rank and pid"),
-        (_page(pid="rank"), "A number for each pair of rank and pid"),
+        (_page(pid="rank"), "a separate number for each pair of rank and pid"),
         (_page(id='row["id"]'), "Each rank counts its ids from 1"),
         (_page(id="f\"{rank}:{row['id']}\""), "Perfetto drops arrows"),
         (_page(name='row["args"]["name"]'), "Rows named process_name"),
-        ("def one_page(traces):\n    return []", "All rows of all ranks"),
+        ("def one_page(traces):\n    return []", "all rows of all ranks"),
         ("def one_page(traces):\n    return 3", "Return a list of rows"),
     ],
     "16.4": [

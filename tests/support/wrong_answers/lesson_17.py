@@ -1,15 +1,19 @@
 """Typical mistakes in the exercises of lesson 17, and what the learner must be told."""
 
-_STOCHASTIC = (
+from wrong_answers import template
+
+_ADDED = "torch.randint(0, 2**16, x.shape, dtype=torch.int32)"
+_KEPT = "(bits & -(2**16)).view(torch.float32).bfloat16()"
+_stochastic = template(
     "def stochastic(x):\n"
     "    bits = x.view(torch.int32)\n"
     "    bits = bits + {added}\n"
-    "    return {kept}"
+    "    return {kept}",
+    added=_ADDED,
+    kept=_KEPT,
 )
-_ADDED = "torch.randint(0, 2**16, x.shape, dtype=torch.int32)"
-_KEPT = "(bits & -(2**16)).view(torch.float32).bfloat16()"
 
-_RANKS = (
+_ranks = template(
     "def ranks_until(parts, most):\n"
     "    rough = torch.zeros(parts.size(1), dtype={dtype})\n"
     "    exact = torch.zeros(parts.size(1), dtype=torch.float64)\n"
@@ -18,23 +22,27 @@ _RANKS = (
     "        exact = exact + part.double()\n"
     "        if (rough.double() - exact).norm() > most * exact.norm():\n"
     "            return count\n"
-    "    return {end}"
+    "    return {end}",
+    dtype="torch.bfloat16",
+    start="1",
+    end="None",
 )
 
-_LAYER = (
+_SHARE = "(zero & (x != 0)).sum().item() / (x != 0).sum().item()"
+_layer = template(
     "def worst_layer(activations):\n"
     "    def share(x):\n"
     "        zero = cast(x, {scale}).float() == 0\n"
     "        return {share}\n"
     "    shares = {{name: share(x) for name, x in activations.items()}}\n"
     "    worst = max(shares, key=shares.get)\n"
-    "    return {result}"
+    "    return {result}",
+    scale="scale_of(x)",
+    share=_SHARE,
+    result="worst, shares[worst]",
 )
-_SCALE = "scale_of(x)"
-_SHARE = "(zero & (x != 0)).sum().item() / (x != 0).sum().item()"
-_RESULT = "worst, shares[worst]"
 
-_CHOOSE = (
+_choose = template(
     "def choose(x, weight, most, times_s):\n"
     "    wanted = x @ weight.T\n"
     "    for recipe in {order}:\n"
@@ -44,26 +52,21 @@ _CHOOSE = (
     "            a, b = rounded(x, recipe), rounded(weight, recipe)\n"
     "        if {good}:\n"
     "            return recipe\n"
-    "    return {end}"
+    "    return {end}",
+    order="sorted(times_s, key=times_s.get)",
+    good="(a @ b.T - wanted).norm() <= most * wanted.norm()",
+    end="None",
 )
-_ORDER = "sorted(times_s, key=times_s.get)"
-_GOOD = "(a @ b.T - wanted).norm() <= most * wanted.norm()"
 
 WRONG = {
     "17.1": [
         ("def stochastic(x):\n    return x.bfloat16()", "rounded the same way"),
         (
-            _STOCHASTIC.format(added="torch.randint(0, 2**16, (), dtype=torch.int32)", kept=_KEPT),
+            _stochastic(added="torch.randint(0, 2**16, (), dtype=torch.int32)"),
             "its own random number",
         ),
-        (
-            _STOCHASTIC.format(added=_ADDED, kept="bits.view(torch.float32).bfloat16()"),
-            "Set the lower 16 bits to zero",
-        ),
-        (
-            _STOCHASTIC.format(added=_ADDED.replace("2**16", "2**15"), kept=_KEPT),
-            "from 0 to 65,535",
-        ),
+        (_stochastic(kept="bits.view(torch.float32).bfloat16()"), "Set the lower 16 bits to zero"),
+        (_stochastic(added=_ADDED.replace("2**16", "2**15")), "from 0 to 65,535"),
         (
             "def stochastic(x):\n"
             "    low = (x.view(torch.int32) & -(2**16)).view(torch.float32)\n"
@@ -78,13 +81,13 @@ WRONG = {
             "    return torch.where(torch.rand_like(x) < 0.5, high, low).bfloat16()",
             "it must stay as it is",
         ),
-        (_STOCHASTIC.format(added=_ADDED, kept=_KEPT.removesuffix(".bfloat16()")), "upper 16 bits"),
+        (_stochastic(kept=_KEPT.removesuffix(".bfloat16()")), "upper 16 bits"),
         ("def stochastic(x):\n    return x.tolist()", "Return a tensor"),
     ],
     "17.2": [
-        (_RANKS.format(dtype="torch.bfloat16", start=0, end="None"), "One too few"),
-        (_RANKS.format(dtype="torch.float32", start=1, end="None"), "each partial sum"),
-        (_RANKS.format(dtype="torch.bfloat16", start=1, end="len(parts)"), "It's never"),
+        (_ranks(start="0"), "One too few"),
+        (_ranks(dtype="torch.float32"), "each partial sum"),
+        (_ranks(end="len(parts)"), "It's never"),
         ("def ranks_until(parts, most):\n    return None", "It does become that large"),
         (
             "def ranks_until(parts, most):\n    return 2 if most < 0.1 else None",
@@ -98,32 +101,24 @@ WRONG = {
             "    return worst, 1.0",
             "Large numbers alone break nothing",
         ),
+        (_layer(scale="1.0"), "Small numbers alone break nothing"),
+        (_layer(share="zero.float().mean().item()"), "0 before"),
         (
-            _LAYER.format(scale="1.0", share=_SHARE, result=_RESULT),
-            "Small numbers alone break nothing",
-        ),
-        (
-            _LAYER.format(scale=_SCALE, share="zero.float().mean().item()", result=_RESULT),
-            "0 before",
-        ),
-        (
-            _LAYER.format(
-                scale=_SCALE,
+            _layer(
                 share=_SHARE.replace(
                     "sum().item() / (x != 0).", "sum().item() / x.numel() + 0 * (x != 0)."
-                ),
-                result=_RESULT,
+                )
             ),
             "ivide",
         ),
-        (_LAYER.format(scale=_SCALE, share=_SHARE, result="worst"), "a share from 0 to 1"),
-        (_LAYER.format(scale=_SCALE, share=_SHARE, result="0, 0.5"), "a share from 0 to 1"),
+        (_layer(result="worst"), "a share from 0 to 1"),
+        (_layer(result="0, 0.5"), "a share from 0 to 1"),
     ],
     "17.4": [
-        (_CHOOSE.format(order="times_s", good=_GOOD, end="None"), "is faster"),
-        (_CHOOSE.format(order=_ORDER, good="True", end="None"), "off by more than that"),
-        (_CHOOSE.format(order=_ORDER, good=_GOOD, end="recipe"), "off by more than that"),
-        (_CHOOSE.format(order=_ORDER, good="False", end="None"), "There is one"),
+        (_choose(order="times_s"), "a faster one"),
+        (_choose(good="True"), "off by more than that"),
+        (_choose(end="recipe"), "off by more than that"),
+        (_choose(good="False"), "There is a recipe"),
         ("def choose(x, weight, most, times_s):\n    return 'float8'", "one of the names"),
     ],
 }

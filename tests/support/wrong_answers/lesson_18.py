@@ -1,17 +1,20 @@
 """Typical mistakes in the exercises of lesson 18, and what the learner must be told."""
 
-_CACHE = """
+from wrong_answers import template
+
+_cache = template(
+    """
 def bytes_on_gpu(sizes, sequences, tokens, bits, tp):
     heads = {heads}
     return {numbers} * heads * sizes.head_width * sequences * tokens * {bits}
-"""
-_RIGHT = {
-    "heads": "max(1, sizes.key_value_heads // tp)",
-    "numbers": "2 * sizes.layers",
-    "bits": "bits // 8",
-}
+""",
+    heads="max(1, sizes.key_value_heads // tp)",
+    numbers="2 * sizes.layers",
+    bits="bits // 8",
+)
 
-_DRAW = """
+_draw = template(
+    """
 def draw(logits, noise):
     value, index = (logits + noise).max(-1)
     index = index + {offset}
@@ -21,19 +24,24 @@ def draw(logits, noise):
     dist.all_gather(values, value)
     dist.all_gather(indices, index)
     {choice}
-"""
-_OWN_FIRST = "dist.get_rank() * logits.size(-1)"
-_BEST = "return torch.stack(indices).gather(0, torch.stack(values).argmax(0)[None])[0]"
+""",
+    offset="dist.get_rank() * logits.size(-1)",
+    choice="return torch.stack(indices).gather(0, torch.stack(values).argmax(0)[None])[0]",
+)
 
-_BATCH = """
+_ROOM = "room_bytes = min(limit_s * bytes_per_s, memory_bytes) - weight_bytes"
+_batch = template(
+    """
 def largest_batch(limit_s, context, weight_bytes, cache_bytes, memory_bytes, bytes_per_s):
     {room}
     return {result}
-"""
-_ROOM = "room_bytes = min(limit_s * bytes_per_s, memory_bytes) - weight_bytes"
-_FLOOR = "max(0, int(room_bytes // (cache_bytes * context)))"
+""",
+    room=_ROOM,
+    result="max(0, int(room_bytes // (cache_bytes * context)))",
+)
 
-_FAIR = """
+_fair = template(
+    """
 def fair(generations, budget):
     tokens = [0 if g.prompt_left else 1 for g in generations]
     left = {left}
@@ -44,44 +52,31 @@ def fair(generations, budget):
         tokens[place] = min(generations[place].prompt_left, share)
         left -= tokens[place]
     return tokens
-"""
-_FAIRLY = {
-    "left": "budget - sum(tokens)",
-    "key": "generations[place].prompt_left",
-    "share": "max(0, left) // (len(prompts) - done)",
-}
+""",
+    left="budget - sum(tokens)",
+    key="generations[place].prompt_left",
+    share="max(0, left) // (len(prompts) - done)",
+)
 
 WRONG = {
     "18.1": [
-        (_CACHE.format(**{**_RIGHT, "numbers": "sizes.layers"}), "Keys and values"),
-        (_CACHE.format(**{**_RIGHT, "heads": "sizes.key_value_heads"}), "all GPUs together"),
-        (
-            _CACHE.format(**{**_RIGHT, "heads": "max(1, sizes.heads // tp)"}),
-            "fewer than the heads of queries",
-        ),
-        (
-            _CACHE.format(**{**_RIGHT, "heads": "sizes.key_value_heads / tp"}),
-            "at least one",
-        ),
-        (_CACHE.format(**{**_RIGHT, "bits": "bits"}), "bits / 8 bytes"),
-        (_CACHE.format(**{**_RIGHT, "bits": "2"}), "not always 16"),
-        (_CACHE.format(**{**_RIGHT, "numbers": "2"}), "Every layer"),
+        (_cache(numbers="sizes.layers"), "Keys and values"),
+        (_cache(heads="sizes.key_value_heads"), "all GPUs together"),
+        (_cache(heads="max(1, sizes.heads // tp)"), "fewer of them than query heads"),
+        (_cache(heads="sizes.key_value_heads / tp"), "at least one"),
+        (_cache(bits="bits"), "bits / 8 bytes"),
+        (_cache(bits="2"), "not always 16"),
+        (_cache(numbers="2"), "Every layer"),
         (
             "def bytes_on_gpu(sizes, sequences, tokens, bits, tp):\n    return None",
             "a number of bytes",
         ),
     ],
     "18.2": [
-        (_DRAW.format(offset="0", choice=_BEST), "counts from its rank's own first word"),
-        (_DRAW.format(offset=_OWN_FIRST, choice="return index"), "which rank has the best"),
-        (
-            _DRAW.format(offset=_OWN_FIRST, choice="return torch.stack(values).amax(0)"),
-            "as int64",
-        ),
-        (
-            _DRAW.format(offset=_OWN_FIRST, choice="return torch.stack(indices)"),
-            "one number for each sequence",
-        ),
+        (_draw(offset="0"), "counts from its rank's own first token"),
+        (_draw(choice="return index"), "which rank has the best"),
+        (_draw(choice="return torch.stack(values).amax(0)"), "as int64"),
+        (_draw(choice="return torch.stack(indices)"), "one number for each sequence"),
         (
             """
 def draw(logits, noise):
@@ -92,46 +87,26 @@ def draw(logits, noise):
 """,
             "over the budget",
         ),
-        (
-            _DRAW.format(offset=_OWN_FIRST, choice=_BEST).replace("(logits + noise)", "noise"),
-            "the largest of logits + noise",
-        ),
+        (_draw().replace("(logits + noise)", "noise"), "the largest of logits + noise"),
     ],
     "18.3": [
-        (
-            _BATCH.format(room="room_bytes = limit_s * bytes_per_s - weight_bytes", result=_FLOOR),
-            "don't fit into memory",
-        ),
-        (
-            _BATCH.format(room="room_bytes = memory_bytes - weight_bytes", result=_FLOOR),
-            "takes longer than the limit",
-        ),
-        (
-            _BATCH.format(room=_ROOM, result="int(room_bytes // (cache_bytes * context))"),
-            "the answer is 0",
-        ),
-        (
-            _BATCH.format(
-                room=_ROOM, result="max(0, round(room_bytes / (cache_bytes * context) + 0.5))"
-            ),
-            "Round down",
-        ),
-        (
-            _BATCH.format(room=_ROOM.replace(" - weight_bytes", ""), result=_FLOOR),
-            "the weights once",
-        ),
+        (_batch(room="room_bytes = limit_s * bytes_per_s - weight_bytes"), "don't fit into memory"),
+        (_batch(room="room_bytes = memory_bytes - weight_bytes"), "takes longer than the limit"),
+        (_batch(result="int(room_bytes // (cache_bytes * context))"), "the answer is 0"),
+        (_batch(result="max(0, round(room_bytes / (cache_bytes * context) + 0.5))"), "Round down"),
+        (_batch(room=_ROOM.replace(" - weight_bytes", "")), "the weights once"),
     ],
     "18.4": [
-        (_FAIR.format(**{**_FAIRLY, "key": "place", "share": "max(0, left)"}), "gets none"),
-        (_FAIR.format(**{**_FAIRLY, "share": "max(0, left)"}), "gets none"),
-        (_FAIR.format(**{**_FAIRLY, "left": "budget"}), "Those that decode count, too"),
-        (_FAIR.format(**{**_FAIRLY, "share": "budget // 64"}), "leaves the rest"),
+        (_fair(key="place", share="max(0, left)"), "gets none"),
+        (_fair(share="max(0, left)"), "gets none"),
+        (_fair(left="budget"), "Those that decode count, too"),
+        (_fair(share="budget // 64"), "leaves the rest"),
         (
             "def fair(generations, budget):\n"
             "    return [budget // len(generations) for g in generations]",
             "no more than it has left",
         ),
-        (_FAIR.format(**_FAIRLY).replace("else 1 for", "else 0 for"), "they come first"),
-        ("def fair(generations, budget):\n    return 1", "a list with a whole number"),
+        (_fair().replace("else 1 for", "else 0 for"), "they come first"),
+        ("def fair(generations, budget):\n    return 1", "a list with an integer"),
     ],
 }

@@ -101,6 +101,14 @@ AT_ONCE = {
             "reduce_scatter_tensor_coalesced": "[make(n), make(2 * n)], 'sum', [0, 0]",
         }.items()
     },
+    "functional, into the caller's tensors": (
+        "ops, name = torch.ops._c10d_functional, around.group_name\n"
+        "out = [make(4), make(3), make(2), make(3 * n)]\n"
+        "written = [ops.all_reduce_(out[0], 'sum', name)]\n"
+        "written += ops.all_reduce_coalesced_(out[1:3], 'sum', name)\n"
+        "written += [ops.all_gather_into_tensor_out(make(3), n, name, out=out[3])]\n"
+        "assert all(ops.wait_tensor(x) is own for x, own in zip(written, out, strict=True))"
+    ),
     "all_gather_object": (
         "found = [None] * n; dist.all_gather_object(found, make(2), group); out = found"
     ),

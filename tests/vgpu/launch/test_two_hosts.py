@@ -1,8 +1,7 @@
 """Lesson 07's script under torchrun on two hosts: one is lost and comes back, and training resumes.
 
-The hosts are two network namespaces joined by a cable (a veth pair) if this machine allows that;
-otherwise, and in addition with ``TESTS=all``, they're two agents on this machine. At the end, the
-parameters must be those of a single undisturbed process.
+The hosts are two agents on this machine. At the end, the parameters must be those of a single
+undisturbed process.
 """
 
 import inspect
@@ -13,20 +12,19 @@ import signal
 import subprocess
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 import torch.distributed as dist
-from hosts import status_of, stop, two_agents, two_namespaces, two_namespaces_if_possible
-from levels import ALL
 
 import vgpu
 from helpers.data import Digits
 from teaching import lessons
-from vgpu.launch.launcher import free_port
+from vgpu.launch.launcher import free_port, loopback
 
 LESSON = next(path for path in lessons.NOTEBOOKS if lessons.number(path) == "07")
 LOST_IN_EPOCH = 2
-HOSTS = [two_agents, two_namespaces] if ALL else [two_namespaces_if_possible]
+TIME_S = 800  # for what takes seconds; a busy machine imports torch slowly
 
 
 @pytest.fixture(scope="module")
@@ -66,25 +64,20 @@ def with_digits(folder):
     return folder
 
 
-@pytest.mark.parametrize("make_hosts", HOSTS)
-def test_training_resumes_after_a_host_is_lost(lesson, expected, tmp_path, make_hosts):
+def test_training_resumes_after_a_host_is_lost(lesson, expected, tmp_path):
     script = tmp_path / "train_ddp.py"
     script.write_text(lesson["script"], encoding="utf-8")
     folder = with_digits(tmp_path)
-    with make_hosts() as hosts:
-        lose_host_1 = {"POWER_CUT_IN_EPOCH": str(LOST_IN_EPOCH)}
-        statuses = train_on(hosts, script, folder, lose_host_1)
-        said = (folder / "said.txt").read_text(encoding="utf-8")
-        # Host 1 is killed; host 0 notices, and neither waits forever.
-        assert statuses[1] == -signal.SIGKILL and statuses[0] not in (0, -signal.SIGKILL), said
-        assert history_in(folder) == [2] * LOST_IN_EPOCH
+    statuses = train_on_two_hosts(script, folder, {"POWER_CUT_IN_EPOCH": str(LOST_IN_EPOCH)})
+    said = (folder / "said.txt").read_text(encoding="utf-8")
+    # Host 1 is killed; host 0 notices, and neither waits forever.
+    assert statuses[1] == -signal.SIGKILL and statuses[0] not in (0, -signal.SIGKILL), said
+    assert history_in(folder) == [2] * LOST_IN_EPOCH
 
-        # The host is back, and the same command is run again on both.
-        statuses = train_on(hosts, script, folder)
-        said = (folder / "said.txt").read_text(encoding="utf-8")
-        assert statuses == [0, 0], said
-        if hosts[0].prefix:
-            assert_gradients_crossed(hosts[0], expected)
+    # The host is back, and the same command is run again on both.
+    statuses = train_on_two_hosts(script, folder, {})
+    said = (folder / "said.txt").read_text(encoding="utf-8")
+    assert statuses == [0, 0], said
     epochs = inspect.signature(lesson["train"]).parameters["epochs"].default
     assert history_in(folder) == [2] * epochs
     trained = [int(epoch) for epoch in re.findall(r"^epoch (\d+)", said, re.M)]
@@ -93,35 +86,41 @@ def test_training_resumes_after_a_host_is_lost(lesson, expected, tmp_path, make_
     torch.testing.assert_close(after["model"], expected)
 
 
-def train_on(hosts, script, folder, environment_of_host_1=None):
-    """Start an agent on each host and wait for both; returns their exit statuses."""
-    address, port = hosts[0].address, free_port()
+def train_on_two_hosts(script, folder, environment_of_host_1):
+    """Start two agents and wait for both; returns their exit statuses, None after ``TIME_S``."""
+    # Both hosts would take GPU 0.
+    shared = {"GLOO_SOCKET_IFNAME": loopback(), "CUDA_VISIBLE_DEVICES": ""}
+    arguments = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
+    arguments += [f"--master-port={free_port()}", f"--log-dir={folder / 'logs'}"]
     agents = []
     try:
-        for number, environment in enumerate(({}, environment_of_host_1 or {})):
-            arguments = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={number}"]
-            arguments += [f"--master-addr={address}", f"--master-port={port}"]
-            arguments += [f"--log-dir={folder / 'logs'}", "-m", "vgpu", script, folder]
-            agents.append(hosts[number].start(arguments, folder / "said.txt", **environment))
+        for number, own in enumerate(({}, environment_of_host_1)):
+            agents.append(
+                programs.start(
+                    "torch.distributed.run", *arguments, f"--node-rank={number}",
+                    "-m", "vgpu", script, folder, output=folder / "said.txt", **shared, **own,
+                )
+            )  # fmt: skip
         return [status_of(agent) for agent in agents]
     finally:
         for agent in agents:
-            stop(agent)
+            agent.terminate()  # which ends its ranks; nothing happens if it has exited
+            if status_of(agent) is None:
+                agent.kill()
+                agent.wait()
+
+
+def status_of(agent):
+    try:
+        return agent.wait(TIME_S)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def history_in(folder):
     """For each epoch in the checkpoint, the number of ranks that trained it."""
     saved = torch.load(folder / "checkpoint.pt", map_location="cpu")
     return [ranks for ranks, _ in saved["history"]]
-
-
-def assert_gradients_crossed(host, parameters):
-    """Host 0 received at least one gradient over the cable for two in three steps."""
-    counter = f"/sys/class/net/{host.interface}/statistics/rx_bytes"
-    read = [*host.prefix, "cat", counter]
-    received_bytes = int(subprocess.run(read, capture_output=True, text=True, check=True).stdout)
-    gradient_bytes = sum(tensor.nbytes for tensor in parameters.values())
-    assert received_bytes > 40 * gradient_bytes
 
 
 def test_the_script_consists_of_the_lessons_own_functions(lesson):

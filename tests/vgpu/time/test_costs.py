@@ -298,17 +298,6 @@ def test_a_collective_that_is_not_in_the_table_is_refused():
         costs.collective_time_s("broadcast", 1, 0)
 
 
-@pytest.mark.parametrize("name", vgpu.PRESETS)
-def test_presets_have_a_link_and_a_source(name):
-    spec = vgpu.PRESETS[name]
-    assert spec.link in vgpu.LINKS.values() and spec.host_link in vgpu.LINKS.values()
-    assert spec.source and spec.link.source
-    # A byte from memory is closer than one from another GPU, which is closer than one from the
-    # host.
-    assert spec.memory_bandwidth_bytes_per_s > spec.link.bandwidth_bytes_per_s
-    assert spec.link.bandwidth_bytes_per_s >= spec.host_link.bandwidth_bytes_per_s
-
-
 def test_links_have_the_bandwidths_of_their_standards():
     found = {name: round(link.bandwidth_bytes_per_s / 1e9, 1) for name, link in vgpu.LINKS.items()}
     assert [found[f"PCIe {n}"] for n in (2, 3, 4, 5)] == [8.0, 15.8, 31.5, 63.0]

@@ -1,1 +1,0 @@
-"""Private names of torch: those listed as needed, and those that the code uses."""
