@@ -172,8 +172,8 @@ class Accesses:
     def _check_freed(self, stream: RecordedStream) -> None:
         """Check whether the stream has waited for the streams that used its freed blocks.
 
-        Called with the stream's next operation, which may be given one of these blocks: it's safe to wait
-        just before that, as the backward pass and FSDP do.
+        This is called just before the stream's next operation, which may be given one of these blocks: it's
+        safe to wait until then, as the backward pass and FSDP do.
         """
         freed, self.freed_in_use = self.freed_in_use, []
         for writer, use in freed:
