@@ -237,7 +237,9 @@ if rank == 0: net(torch.ones(1, 2))""",
         ["never would have", "new_group([0, 1]): rank 1 came, rank 0 never came"],
     ),
 ]
-if sys.platform == "linux":  # on other systems, nothing tells what the dead rank had brought
+if (
+    sys.platform == "linux"
+):  # on other systems, nobody can tell what type the dead rank's tensor had
     TABLE.append(
         Fault(
             "types that differ",
@@ -254,7 +256,7 @@ if sys.platform == "linux":  # on other systems, nothing tells what the dead ran
 
 @pytest.fixture(autouse=True)
 def _early_looks(monkeypatch):
-    """What's found matters here, not how long the first look at the ranks is delayed."""
+    """Look at the ranks soon: what's found matters here, not how long the first look is delayed."""
     monkeypatch.setattr(launcher, "FIRST_LOOK_S", 0.1)
 
 

@@ -38,7 +38,7 @@ def test_extrapolated_time_and_bytes_are_those_of_all_layers(layout):
 
 
 @pytest.mark.parametrize("layout", sample([Layout(2, 4, 2), Layout(dp_replicate=16)], 1), ids=str)
-def test_a_rank_need_not_train_first(layout):
+def test_a_rank_can_be_recorded_without_an_earlier_step(layout):
     plan = Plan(dataclasses.replace(SIZES, layers=4), layout, 2, 1024, "selective")
     with on_cluster(plan):
         first, second = (Rank(plan, takes_a_step).recorded(plan) for takes_a_step in (False, True))

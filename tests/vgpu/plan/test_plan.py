@@ -171,7 +171,7 @@ def test_gpus_may_differ_in_speed():
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(pp=2)])
-def test_a_cost_that_is_the_plans_own_changes_the_plan(layout):
+def test_predicting_with_another_gpu_and_network_changes_the_plan(layout):
     """Its utilization is relative to the GPU that computes."""
     plan = Plan(SMALL, layout, batch=2, sequence=128, gpus_per_host=2)
     on_other = predict(plan, gpu="A100", network="Ethernet 100", arithmetic_share=0.4)
@@ -182,7 +182,7 @@ def test_a_cost_that_is_the_plans_own_changes_the_plan(layout):
     assert on_other.timeline.makespan_s == expected.timeline.makespan_s
 
 
-def test_the_command_says_what_would_fit(capsys):
+def test_the_command_says_which_plans_would_fit(capsys):
     # Two GPUs per host, so that there are few layouts to try.
     run("--dp-shard 4 --batch 20000 --gpus-per-host 2 --gpu A100")
     shown = capsys.readouterr().out
@@ -195,7 +195,7 @@ def test_the_command_says_what_would_fit(capsys):
     ("recompute", "advice"),
     [("full", "--reshard-after-forward"), ("none", "--recompute full --reshard-after-forward")],
 )
-def test_gathering_again_is_among_what_would_fit(recompute, advice):
+def test_the_command_advises_gathering_again_if_that_would_fit(recompute, advice):
     """If everything else has been tried or is impossible; it used to say "Use more GPUs"."""
     sizes = TransformerSizes(4, 512, 8, 4, 1024, 1024)
     gpu = dataclasses.replace(vgpu.PRESETS["H100"], memory_bytes=110 * 2**20)
@@ -215,7 +215,7 @@ def test_gathering_again_is_among_what_would_fit(recompute, advice):
         ("--batch 1000000000", "use a smaller batch or shorter sequences"),
     ],
 )
-def test_the_command_refuses_in_a_sentence(capsys, options, message):
+def test_the_command_refuses_impossible_plans_with_a_clear_message(capsys, options, message):
     with pytest.raises(SystemExit) as left:
         run(options)
     error = capsys.readouterr().err

@@ -208,6 +208,6 @@ def test_measuring_peaks_leaves_no_hook_and_no_tensor():
         assert torch.vgpu.memory_allocated() == 0 < peak.total_bytes
 
 
-def test_a_model_elsewhere_is_refused():
+def test_a_model_on_the_cpu_is_refused():
     with pytest.raises(ValueError, match=r'the model is on cpu: move it .* model\.to\("vgpu:0"\)'):
         peaks.PeakByCause(mlp())

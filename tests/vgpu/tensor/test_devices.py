@@ -210,7 +210,7 @@ def test_conjugation_and_negation_stay_lazy(dtype):
     torch.testing.assert_close((v.conj() @ v).cpu(), z.conj() @ z)
 
 
-def test_copies_are_what_torch_makes_of_cpu_tensors():
+def test_copy_and_deepcopy_behave_as_for_cpu_tensors():
     for device in ("cpu", "vgpu:1"):
         layer = nn.Linear(2, 2).to(device)
         layer.weight.tag = "first"

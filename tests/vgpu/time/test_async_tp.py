@@ -65,7 +65,7 @@ def scatter(product, dim=0):
     return functional.reduce_scatter_single(product, "sum", dim, dist.group.WORLD).wait()
 
 
-# By hand
+# Times computed by hand
 
 
 def one_product(shard, whole, weight, *others):

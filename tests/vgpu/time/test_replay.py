@@ -225,7 +225,7 @@ def test_both_directions_of_a_link_work_at_once():
 
 
 def test_a_host_launches_more_while_a_stream_waits():
-    """Each rank receives before it sends, and sends on a stream that doesn't wait for anything."""
+    """Both ranks receive before they send; rank 0 sends on a side stream, which waits for nothing."""
 
     def first(rank, x):
         side = torch.vgpu.Stream()
