@@ -36,7 +36,7 @@ def test_every_gpu_has_a_lane_and_every_event_a_kind(recorded):
     assert {kind_of(e) for e in lanes["host"]} == {"wait"}
 
 
-def test_stretches_join_neighbors_of_one_kind(recorded):
+def test_stretches_join_neighboring_events_of_the_same_kind(recorded):
     events = lanes_of(recorded)["vgpu:0"]
     bars = stretches(events, gap_s=1.0)
     kinds = [kind for kind, _, _ in bars]
