@@ -153,7 +153,7 @@ def some_program(ask, seed=0):
 
 @pytest.mark.parametrize("longest_log", [8, 2**21])
 @pytest.mark.parametrize("shapes", [False, True])
-def test_the_reserve_equals_what_a_record_replays(longest_log, shapes, monkeypatch):
+def test_reserved_bytes_equal_those_that_a_record_replays(longest_log, shapes, monkeypatch):
     monkeypatch.setattr(records, "_LONGEST_LOG", longest_log)
     asked = []
     mode = vgpu.shapes_only() if shapes else torch.no_grad()

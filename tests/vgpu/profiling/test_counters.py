@@ -134,7 +134,7 @@ def with_dtensors(rank, world_size):
     return sent.calls, sent.names, [name for name, _ in noted]
 
 
-def test_collectives_of_dtensors_and_of_backward_passes_count():
+def test_collectives_of_dtensors_and_of_backward_passes_are_counted():
     calls, names, noted = launch.run(with_dtensors, 4, gpu="V100")[0]
     assert calls == [
         ("all_gather", 4 * 256),
