@@ -32,7 +32,7 @@ def test_a_traceback_is_text_without_colors(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as in a kernel
     script = 'import os; print(os.environ.get("FORCE_COLOR")); 1 / 0'
     (result,) = run_lines(["python fails.py"], {"fails.py": script})
-    assert result.output == "None"  # Python 3.12 and older do not heed it
+    assert result.output == "None"  # Python 3.12 and older ignore it
     assert result.errors.endswith("\nZeroDivisionError: division by zero")
     assert "\x1b" not in result.errors
 

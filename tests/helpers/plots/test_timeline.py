@@ -50,7 +50,7 @@ def test_stretches_keep_consecutive_collectives_apart(recorded):
     times = [(0.0, 1.0), (1.0, 2.0), (2.0, 2.01), (2.01, 2.02)]
     gathers = [kernel._replace(kind="collective", start_s=a, end_s=b) for a, b in times]
     long = [(a, b) for _, a, b in stretches(gathers, gap_s=0.1)]
-    assert long == [(0.0, 1.0), (1.0, 2.02)]  # those of a hairline join the one before
+    assert long == [(0.0, 1.0), (1.0, 2.02)]  # hairlines join the bar before them
 
 
 def test_timeline_names_the_gpu_and_scales_the_axis(recorded):

@@ -113,9 +113,9 @@ def test_cached_segments_are_released_before_memory_runs_out():
 def test_a_gpu_reserves_more_than_it_has_if_cuda_would_run_out():
     parts = [of(20) for _ in range(12)]
     del parts[::2]
-    x = of(130)  # beside 120 in use
+    x = of(130)  # while 120 are in use
     assert (torch.vgpu.memory_allocated() // MIB, reserved_mib()) == (250, 250)
-    y = of(4)  # for which there is no segment of 20
+    y = of(4)  # there's no room for a segment of 20
     assert (torch.vgpu.memory_allocated() // MIB, reserved_mib()) == (254, 270)
     assert torch.vgpu.mem_get_info() == (0, 256 * MIB)
     with pytest.raises(torch.OutOfMemoryError, match=r"this process has 256\.00 MiB memory in use"):

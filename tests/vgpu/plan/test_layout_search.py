@@ -94,7 +94,7 @@ def test_ranks_of_tp_are_neighbors_in_one_host():
         plan = dataclasses.replace(GUESS, layout=Layout(dp_shard=ranks), gpus_per_host=6)
         return {p.layout.tp for p in layout_search._plans(plan, sequences=None)}
 
-    assert degrees(12) == {1, 2}  # of 4, ranks 4 to 7 would be in two hosts
+    assert degrees(12) == {1, 2}  # with tp=4, ranks 4 to 7 would span two hosts
     assert degrees(4) == {1, 2, 4}
 
 
@@ -115,7 +115,7 @@ def test_the_fastest_plans_are_predicted_in_full_until_some_fit(free, tight):
     assert [one.step is not None for one in free.best] == [True, False]
     first = free.best[0]
     assert first.tokens_per_s == first.step.tokens_per_s
-    # Plans left out because they gather more get their chance if the fastest doesn't fit.
+    # Plans that were skipped because they gather more are tried if the fastest doesn't fit.
     _, found = tight
     assert found.reasons[layout_search._RESERVED] == 1
     assert found.best[0].step.fits and found.best[0].plan.layout == first.plan.layout

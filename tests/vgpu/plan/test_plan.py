@@ -172,7 +172,7 @@ def test_products_take_longer_if_gpus_differ_in_speed():
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(pp=2)])
 def test_predicting_with_another_gpu_and_network_changes_the_plan(layout):
-    """Its utilization is relative to the GPU that computes."""
+    """Utilization is then relative to the other GPU."""
     plan = Plan(SMALL, layout, batch=2, sequence=128, gpus_per_host=2)
     on_other = predict(plan, gpu="A100", network="Ethernet 100", arithmetic_share=0.4)
     other = dataclasses.replace(plan, gpu="A100", network="Ethernet 100")

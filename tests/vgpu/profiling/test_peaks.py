@@ -20,7 +20,7 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def no_garbage():
-    gc.collect()  # from another test, on the same virtual GPU
+    gc.collect()  # garbage of another test on the same virtual GPU
 
 
 def mlp(width=512, layers=3):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.virtual_gpus(2)
 
 N = 200
 
-# Each on an input, a target between 0 and 1, and a mask.
+# Each is called with an input, a target between 0 and 1, and a mask.
 CALLS = {
     "affine_grid": lambda x, t, m: F.affine_grid(
         x[:2, :3][None], (1, 1, N, N), align_corners=False
@@ -154,7 +154,7 @@ def test_invalid_masks_raise_the_cpus_errors(name):
     assert str(found.value) == str(expected.value)
 
 
-# Each on a matrix and one number, and how many copies of the matrix CUDA's libraries need.
+# How many copies of the matrix CUDA's libraries need, and a call with a matrix and a number.
 COPIES = {
     "mm": (0, lambda x, s: x @ x),
     "mm transposed": (0, lambda x, s: x.t() @ x),

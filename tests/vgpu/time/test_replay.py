@@ -165,7 +165,7 @@ def test_real_ranks_wait_for_the_slowest():
     assert slower.makespan_s - timeline.makespan_s == near(1)
 
 
-# Ranks of a cluster, one after the other
+# Ranks of a cluster, recorded one after the other
 
 
 def of_rank(rank, program, hosts=1, gpus_per_host=2):

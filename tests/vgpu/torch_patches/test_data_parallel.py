@@ -92,7 +92,7 @@ def test_batch_norm_buffers_of_the_first_replica_are_kept():
 
 
 def test_eight_replicas_many_times_leak_no_bytes_or_threads():
-    gc.collect()  # of what came before
+    gc.collect()  # garbage of earlier tests
     with vgpu.enable(8):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
