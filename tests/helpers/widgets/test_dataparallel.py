@@ -87,5 +87,5 @@ def test_iteration_marks_the_peak_of_each_step(steps, monkeypatch):
     shown = []
     monkeypatch.setattr("helpers.plots.style.display", shown.append)
     plots.iteration(steps)
-    # More than what's left after any step: the peak is within the second.
+    # More than what's left after any step: the peak is within the second step.
     assert "at its peak 4 KiB" in shown[0].alt

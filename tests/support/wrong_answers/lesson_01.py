@@ -58,7 +58,7 @@ WRONG = {
         ),
         # The name of a single kind of GPU.
         (_moving(last="return batch.to('gpu:1')"), "Move a tensor to the device"),
-        # Anything with a method of that name.
+        # Accepts anything with a method of that name.
         (
             _moving(
                 "if hasattr(batch, 'to'):\n        return batch.to(device)",
