@@ -237,9 +237,8 @@ if rank == 0: net(torch.ones(1, 2))""",
         ["never would have", "new_group([0, 1]): rank 1 came, rank 0 never came"],
     ),
 ]
-if (
-    sys.platform == "linux"
-):  # on other systems, nobody can tell what type the dead rank's tensor had
+# On other systems, nobody can tell what type the dead rank's tensor had.
+if sys.platform == "linux":
     TABLE.append(
         Fault(
             "different dtypes",
