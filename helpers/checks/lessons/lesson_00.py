@@ -41,7 +41,7 @@ def _expect_share(
         share = answer(batch_size, gpu_count)
         if share is None:
             hint = (
-                "None is what a function without a return gives: hand the number back with return."
+                "None is what a function without a return gives: return the number."
             )
         elif isinstance(share, str):
             hint = "This is text: return the number itself."
