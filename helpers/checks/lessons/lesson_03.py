@@ -37,7 +37,7 @@ def _float_or_wrong(value: Any, name: str) -> float:
     )
 
 
-@exercise("3.1", "An evaluation with three faults")
+@exercise("3.1", "An evaluation with three bugs")
 def check_evaluate(evaluate: Callable) -> dict[str, Any]:
     # The last batch may be full or short, and the model on the CPU or a GPU, in either mode.
     for device in (torch.device("cpu"), devices.lab(1)[0]):
@@ -114,7 +114,7 @@ def _check_answer(answer: Any, model: Watched, expected: tuple[float, float]) ->
     expect_close(share, expected[1], hint=f"The share. {hint}", rtol=1e-5, atol=1e-6)
 
 
-@exercise("3.2", "One question an epoch")
+@exercise("3.2", "One read-back per epoch")
 def check_train_epoch_quietly(train_epoch: Callable) -> dict[str, Any]:
     device = devices.lab(1)[0]
     for short in (True, False):

@@ -100,7 +100,7 @@ WRONG = {
     "3.1": [
         (evaluation(result="right / count, loss_sum / count"), "The share is first"),
         (evaluation(result="loss_sum / count, right"), "Divide the sum"),
-        ("evaluate = evaluate_with_faults", "Dropout is still on"),
+        ("evaluate = evaluate_with_bugs", "Dropout is still on"),
         (evaluation(guard="torch.enable_grad()"), "no_grad() saves"),
         (evaluation(back="pass"), "Save model.training"),
         (evaluation(counted="loader.batch_size"), "Each image counts once"),
