@@ -63,7 +63,9 @@ def batch_for_all(answer: Callable[[int, int], int]) -> dict[str, Any]:
             if working < gpu_count:
                 hint = f"A batch of {yours} feeds only {working} of {gpu_count} GPUs."
             elif yours > expected:
-                hint = "All GPUs work, but a smaller batch would do. It doesn't have to be a multiple."
+                hint = (
+                    "All GPUs work, but a smaller batch would do. It doesn't have to be a multiple."
+                )
         expect_equal(yours, expected, given=given, hint=hint)
         if not isinstance(yours, int):
             hint = "The number is right; make it a whole number (an int), since it counts samples."

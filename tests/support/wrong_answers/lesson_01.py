@@ -72,7 +72,7 @@ WRONG = {
         # A copy where none is needed.
         (
             _moving(_parts("torch.Tensor", "batch.to(device, copy=True)")),
-            "returns the tensor itself",
+            "on the device, .to(device) returns it",
         ),
         # By way of the CPU: two copies from one GPU to the other.
         (

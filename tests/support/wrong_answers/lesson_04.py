@@ -53,7 +53,7 @@ WRONG = {
         ),
         (
             "def wrap(lstm, gpus):\n    return nn.DataParallel(lstm.to(gpus[0]), gpus, dim=2)",
-            "the dimension that counts the sequences",
+            "the batch dimension must be the one",
         ),
         (
             "def wrap(lstm, gpus):\n"
