@@ -152,7 +152,7 @@ def four_parts(
         axes.text(-0.55, row, str(gpu), ha="right", va="center", fontweight="bold")
         _box(axes, 1, row, f"chunk\n{_by(chunk)}", "gray")
         what = "your model" if row == 0 else "a copy"
-        _box(axes, 2, row, f"{what}\n{weights[row]:,} weights", "blue" if row == 0 else "sky")
+        _box(axes, 2, row, f"{what}\n{weights[row]:,} parameters", "blue" if row == 0 else "sky")
         _box(axes, 3, row, f"output\n{_by(out)}", "orange")
         _arrow(axes, (0, 0), (1, row))
         _arrow(axes, (1, row), (2, row))
@@ -173,7 +173,7 @@ def four_parts(
     show(
         fig,
         f"Boxes and arrows, a row for each GPU. The batch on {gpus[0]} is scattered: {cut}. The "
-        f"model's {weights[0]:,} weights are copied from {gpus[0]} to the others. Each replica's "
+        f"model's {weights[0]:,} parameters are copied from {gpus[0]} to the others. Each replica's "
         f"output goes back to {gpus[0]}, {_by(output)} in all."
         + (
             f" In backward each GPU computes its own gradients, and they are added up on {gpus[0]}."

@@ -76,7 +76,7 @@ def test_show_parts_draws_the_sizes_that_the_replicas_saw(monkeypatch):
     show_parts(nn.Linear(32, 10).to(gpus[0]), torch.randn(13, 32), gpus)
     (picture,) = shown
     assert "7 × 32 on vgpu:0, 6 × 32 on vgpu:1" in picture.alt
-    assert "330 weights" in picture.alt and "13 × 10 in all" in picture.alt
+    assert "330 parameters" in picture.alt and "13 × 10 in all" in picture.alt
     # Where backward runs is a question that the lesson asks after this drawing.
     assert "gradients" not in picture.alt
     show_parts(nn.Linear(32, 10).to(gpus[0]), torch.randn(13, 32), gpus, backward=True)
