@@ -147,8 +147,8 @@ def main() -> str:
     lines = [
         "## Published bytes, counted",
         "",
-        "Activations of the first stage in GiB (Korthikanti et al., 2022): without recomputation, and "
-        "with sequence parallelism and selective recomputation. Nothing is fitted.",
+        "The first table has the activations of the first stage in GiB (Korthikanti et al., 2022), without "
+        "recomputation, and with sequence parallelism and selective recomputation. Nothing is fitted.",
         "",
         "| parameters, 10⁹ | kept, published | counted | error | selective, published | counted | "
         "error |",
@@ -165,7 +165,8 @@ def main() -> str:
         lines.append(f"| {row.name} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        "GB on each of 64 GPUs for 7.5 billion parameters (ZeRO, Rajbhandari et al., 2020):",
+        "The second table has the GB that 7.5 billion parameters take on each of 64 GPUs (ZeRO, Rajbhandari "
+        "et al., 2020).",
         "",
         "| sharded | published | counted |",
         "|---|---|---|",

@@ -13,8 +13,9 @@ the message has arrived, as in Megatron-LM in 2021, over all adapters of the hos
 there). Then come the exposed all-reduce of gradients and the optimizer; ``shards_optimizer`` and
 ``overlaps`` work as in Megatron-Core's distributed optimizer.
 
-Not modeled: the all-reduce of the embedding's gradients between the first and last stage, and
-products whose sizes make them slower than others.
+Matrix products whose tiles don't fill the GPU take longer, as in ``vgpu/time/costs.py``. Not modeled:
+the all-reduce of the embedding's gradients between the first and last stage, and which algorithm
+cuBLAS picks for a matrix product's sizes.
 """
 
 import dataclasses
