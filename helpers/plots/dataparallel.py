@@ -49,7 +49,7 @@ def shares(runs: dict[int, list[tuple[torch.device, int]]]) -> None:
 def where_layers_run(ways: Mapping[str, Collection[tuple[str, str, int]]]) -> None:
     """A panel per way, a row per layer, a column per GPU: how many samples the layer sees there.
 
-    ways: name → (GPU, layer, samples), as noted by hooks.
+    ``ways`` maps a name to (GPU, layer, samples), as noted by hooks.
     """
     fig, panels = figure(1, len(ways), width=8.5, height=2.1, sharey=True, squeeze=False)
     texts = []
@@ -141,8 +141,8 @@ def four_parts(
 ) -> None:
     """One call of DataParallel as boxes with sizes: a row per GPU, time to the right.
 
-    chunks and outputs: one tensor per GPU, in order; weights: the number of parameters of each replica;
-    output: what was gathered on the first GPU. backward: draw the gradients, too.
+    ``chunks`` and ``outputs`` have one tensor per GPU, in order; ``weights`` is the number of parameters of
+    each replica, and ``output`` what was gathered on the first GPU. ``backward`` adds the gradients.
     """
     gpus = [chunk.device for chunk in chunks]
     columns = _COLUMNS if backward else _COLUMNS[:-1]

@@ -97,7 +97,7 @@ class BorrowedBuffers:
         _wait_while(self._is_viewed, _MAYBE_NEVER_S)
 
     def return_when_dropped(self, work: Work) -> None:
-        """Return the tensors of a collective whose caller waits for the work, and then drops it."""
+        """Let gloo return the tensors once the caller, who waits for the work, has dropped it."""
         self._works.append(work)
         with blocks.borrowed_lock:
             blocks.borrowed.append(self)
@@ -110,7 +110,7 @@ class BorrowedBuffers:
         return True
 
     def return_when_waited_for(self, result: Any) -> None:
-        """Return the tensors of a functional collective, whose caller waits for a result."""
+        """Let gloo return a functional collective's tensors once the caller has waited for a result."""
         if isinstance(result, list | tuple):
             for part in result:
                 self.return_when_waited_for(part)

@@ -212,8 +212,7 @@ _NEVER_RELEASED = -2  # a key that isn't a block number, which start at 0
 # and stream.
 _RESET_PEAK, _EMPTY_CACHE, _RESIZE, _FORGET_RETRIES, _FREE = -1, -2, -3, -4, -5
 _LONGEST_LOG = 2**21  # 16 MiB; the allocator takes a few seconds for it
-# Sizes are multiples of 512 bytes, so with 11 more bits, a stream's number can have 20.
-_STREAM_BITS = 11
+_STREAM_BITS = 11  # sizes are multiples of 512 bytes, so 11 more bits give a stream 20
 _STREAM_MASK = 2**20 - 1
 
 

@@ -145,7 +145,7 @@ class Fusion(_Pass):
 
     @property
     def kept(self) -> frozenset[int]:
-        """Return ``Program.kept``, once all steps have been passed."""
+        """``Program.kept``, which is final once all steps have been passed."""
         return frozenset(self._moved.values())
 
     def _defer(self, step: Deferred) -> None:

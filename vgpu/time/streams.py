@@ -156,10 +156,7 @@ class Event(torch.Event):
 
     @property
     def _recording(self) -> object:
-        """Return an object that identifies the recording in whose virtual time the event happened.
-
-        Returns None if it happened in the host's time.
-        """
+        """Identifies the recording in whose virtual time the event happened; None for the host's time."""
         return None if self._recorded is None else self._recorded.recording
 
     def _time_s(self) -> float:

@@ -165,7 +165,7 @@ def _plain_epoch(model: nn.Module, loader: DataLoader, device: torch.device) -> 
 
 
 def _check_quiet(model: Watched, plain: Watched, given: str) -> None:
-    """The trained model against the one trained plainly: mode, graphs, weights."""
+    """Compare mode, graphs and weights of the trained model with one trained plainly."""
     if not model.modes or not all(model.modes):
         raise Wrong(
             yours=f"{sum(model.modes)} batches in train mode",
