@@ -161,7 +161,7 @@ def main(rank, world, bodies, cases):
         call = {"group": group, "async_op": later}
         results = []
         for device in (torch.device("cpu"), torch.device("vgpu", rank)):
-            # torch.manual_seed would record its caller for each kind of GPU, which takes a millisecond.
+            # torch.manual_seed would write down for each kind of GPU who called it: a millisecond.
             torch.default_generator.manual_seed(rank)
 
             def make(*size):
@@ -356,7 +356,7 @@ def main(rank, world):
     gathered = dist.all_gather_single(y, x, async_op=True).get_future().wait()
     work = dist.all_gather(parts, x, async_op=True)
     listed = work.get_future().wait()
-    work.wait()  # the future completes slightly before the work does
+    work.wait()  # its future is done a moment before it is
     (plain,) = dist.all_reduce(cpu, async_op=True).get_future().wait()
     everything = torch.utils._pytree.tree_leaves((reduced, gathered, listed, work.result()))
     assert all(tensor.device == x.device for tensor in everything), everything
@@ -397,7 +397,7 @@ def main(rank, world, bodies):
             missing.append(name)
     work = dist.reduce_scatter_single(make(3), make(3 * n), **call)
     while not work.is_completed():
-        pass  # is_completed() becomes true, though gloo's doesn't
+        pass  # it says when it has ended, though gloo's does not
     with vgpu.record() as timeline:
         x = make(1000)
         dist.reduce_scatter_single(x[:500], x, async_op=True).get_future().wait()

@@ -54,7 +54,7 @@ def test_a_process_that_left_its_session_ends_with_the_call(ending, error, tmp_p
     body = f"""
 def main(rank, world_size, folder):
     pid = daemon()
-    os.kill(pid, 0)  # it's running
+    os.kill(pid, 0)  # it runs
     (folder / str(pid)).touch()
     {ending}
 """

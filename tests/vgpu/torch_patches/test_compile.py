@@ -226,7 +226,7 @@ def test_operations_between_compiled_calls_are_launched_one_by_one():
     chain = torch.compile(lambda x: (x * 2 + 1).relu())
     with vgpu.record() as timeline:
         y = x.sin().cos()
-        assert torch.vgpu.current_stream().query() is False  # simulates the events so far
+        assert torch.vgpu.current_stream().query() is False  # simulated so far
         y = chain(y).exp().neg()
         z = chain(y)
     assert [event.name for event in timeline.events] == [
@@ -275,7 +275,7 @@ def main(rank, world):
     fully_shard(sharded[0])
     fully_shard(sharded)
     found["fsdp"] = trained(sharded, sharded, rank)
-    blocks = models[4]  # as torchtitan does
+    blocks = models[4]  # as torchtitan does it
     blocks[0] = torch.compile(blocks[0], fullgraph=True)
     fully_shard(blocks[0])
     fully_shard(blocks)
