@@ -1,19 +1,20 @@
-"""Training runs that others measured, predicted: PyTorch's own parallel code as one rank of a cluster.
+"""Predict training runs that others measured, with PyTorch's own parallel code as one rank of a cluster.
 
 Source: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md and asyncTP_llama3_h100_2025-
-06_torchtitan.md. Hosts of 8 H100 with 96 GB HBM2e (2.4 TB/s), NVLink inside, 400 Gb/s a GPU between
-them. Llama 3.1, sequence 8192, bfloat16 parameters, float32 reduction, AdamW; FSDP2, and tensor
-parallelism with sequence parallelism and a loss of parts, as torchtitan applies them. Checkpoints
-keep attention's outputs and every second matrix product of a block, or only the block's input.
+06_torchtitan.md. The hosts have 8 H100s with 96 GB HBM2e (2.4 TB/s), NVLink inside, and 400 Gb/s per GPU
+between hosts. The runs are of Llama 3.1 with sequences of 8192, bfloat16 parameters, float32 reduction and
+AdamW; FSDP2, and tensor parallelism with sequence parallelism and a loss-parallel loss, are applied as
+in torchtitan. Selective recomputation keeps attention's outputs and every second matmul of a block; full
+recomputation keeps only the block's input.
 
-One figure is fitted, to the first row: the share of the H100's peak that arithmetic reaches on the
-mean GPU. How much GPUs differ is taken from a measurement elsewhere (SPREAD). All else stands in
-datasheets or is CostModel's default. Not here: float8 (published_methods.py); of Llama 405B in a pipeline, which was
-published with it only, two schedules are therefore compared with each other. With asynchronous tensor
-parallelism two rows were published as well; they are replayed with it. Not modeled either:
-clocks that fall at a limit of power, which is the likely reason why the gains by torch.compile and by
-asynchronous tensor parallelism are both overestimated; and, in the tables, NCCL's kernels, which take
-multiprocessors from those that they run beside.
+One figure is fitted, to the first row: the efficiency of arithmetic on the average GPU, as a share of the
+H100's peak. How much GPUs differ is taken from a measurement elsewhere (SPREAD). Everything else comes from
+datasheets or is CostModel's default. float8 isn't predicted here (see published_methods.py). Llama 405B in a
+pipeline was published only with float8, so two of its schedules are compared with each other. Two
+rows were also published with asynchronous tensor parallelism, and are replayed with it. Two things aren't
+modeled: clocks that fall at a power limit, which is the likely reason why the gains of torch.compile and of
+asynchronous tensor parallelism are both overestimated; and, in the tables, the multiprocessors that NCCL's
+kernels take from the kernels that they run alongside.
 """
 
 import dataclasses

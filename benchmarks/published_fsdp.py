@@ -1,21 +1,21 @@
-"""FSDP trainings that others measured, predicted: MosaicML's MPT, and IBM's Llama 2.
+"""Predict FSDP training runs that others measured: MosaicML's MPT, and IBM's Llama 2.
 
 Sources: mosaicml/llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48 (about half of its rows of
 H100s are in ``rows/mpt_h100.csv``); foundation-model-stack/fms-fsdp, README at 5a296af. ``python -m
-benchmarks.published_fsdp FILE.csv`` tries another file of llm-foundry's form, of one model of GPU.
+benchmarks.published_fsdp FILE.csv`` tries another file in llm-foundry's format, with one model of GPU.
 
-MPT: GELU, learned positions, LayerNorm in 16 bits, vocabulary 50,368, not compiled. "DEFAULT" is taken
-to reduce gradients in float32, "PURE" in bfloat16. Its attention is FlashAttention of the first
-generation, in Triton (attn_impl in scripts/train/benchmarking/submit_benchmarks.py; sweep.py beside it
-has CUDA's of the same time for some models). Rows in fp8 are left out. The H100s' network is not
-stated: 400 Gb/s a GPU is taken; A100s had 1,600 Gb/s of RoCE a host.
+MPT has GELU, learned positions, LayerNorm in 16 bits and a vocabulary of 50,368, and wasn't compiled. We
+assume that "DEFAULT" reduces gradients in float32 and "PURE" in bfloat16. Its attention is the first
+generation of FlashAttention, in Triton (attn_impl in scripts/train/benchmarking/submit_benchmarks.py; sweep.py
+in the same folder has CUDA's of the same time for some models). Rows in fp8 are left out. The network of the
+H100s isn't stated, so we assume 400 Gb/s per GPU; A100s had 1,600 Gb/s of RoCE per host.
 
-IBM: 128 A100 80 GB at 400 Gb/s a host, sequence 4096, batch 2, torch.compile, bfloat16 reduction. Its rotary
-positions are in real numbers, which fuse; those here are complex and don't.
+IBM used 128 A100s with 80 GB and 400 Gb/s per host, sequences of 4096, batch 2, torch.compile and bfloat16
+reduction. Its rotary embeddings use real numbers, which can be fused; those here are complex and can't.
 
-One figure is fitted in each table, to the row named: arithmetic's share. How much GPUs differ is
-measured elsewhere (SPREAD), and NCCL's kernels take two multiprocessors for each adapter of the host from
-those beside them (CostModel.collective_processors has the source).
+One figure is fitted in each table, to the row named there: the efficiency of arithmetic. How much GPUs differ
+is measured elsewhere (SPREAD). NCCL's kernels take two multiprocessors for each adapter of the host from the
+kernels that they run alongside (CostModel.collective_processors has the source).
 """
 
 import csv

@@ -1,15 +1,15 @@
-"""Megatron-LM's training runs on A100s, predicted: one layer timed on a rank, and a schedule simulated.
+"""Predict Megatron-LM's training runs on A100s, from one layer timed on a rank and a simulated schedule.
 
 Sources: Narayanan et al., 2021, Efficient large-scale language model training on GPU clusters
 (table 1: full recomputation, tensor and pipeline parallelism, interleaved where chunks are given);
 Korthikanti et al., 2022, Reducing activation recomputation in large transformer models (table 5).
-How a step's seconds come about stands at the head of ``vgpu/plan/megatron.py``.
+The docstring of ``vgpu/plan/megatron.py`` explains how the time of a step is predicted.
 
-Two figures are fitted, to the first and the last row of the first paper: the shares of the A100's
-peaks that arithmetic and memory reach. Beside it stands what the first row alone gives, with memory's
-share as CostModel assumes it. How much GPUs differ is measured elsewhere (SPREAD). The second paper
-is predicted with the two. It ran a later Megatron-LM, which sums gradients beside the next product,
-and whose 1000 B takes 8 % less time than the first paper's at the same layout.
+Two figures are fitted, to the first and the last row of the first paper: the efficiencies of arithmetic
+and memory, as shares of the A100's peaks. The table also shows what the first row alone gives, with
+CostModel's default for memory. How much GPUs differ is measured elsewhere (SPREAD). The second paper is
+predicted with the same two figures. It ran a later Megatron-LM, which sums gradients while the next matmul
+runs, and whose 1000 B takes 8 % less time than the first paper's with the same layout.
 """
 
 from typing import NamedTuple

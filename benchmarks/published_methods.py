@@ -1,19 +1,20 @@
-"""Float8, shared sequences and experts as others measured them, predicted.
+"""Predict float8, context parallelism and experts as others measured them.
 
 Sources: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (tables 1 to 4) and
-asyncTP_llama3_h100_2025-06_torchtitan.md, on the H100s of ``published.py``: float8 with one scale a
+asyncTP_llama3_h100_2025-06_torchtitan.md, on the H100s of ``published.py``: float8 with one scale per
 tensor, torch.compile. NVIDIA-NeMo/Automodel, docs/performance-summary.md of October 2025 with
 examples/benchmark/configs/qwen3_moe_30b_te_deepep.yaml: Qwen3 30B on eight H100s with 80 GB, FSDP2, a
 router that keeps experts equally busy, full recomputation. That router is ``FakeBalancedGate`` of
-nemo_automodel/components/moe/layers.py (at 89e3a9f), which gives a token eight experts in a row, all on one of
-the eight ranks; DeepEP sends a token once to each rank that has any of its experts. Its attention is
+nemo_automodel/components/moe/layers.py (at 89e3a9f), which gives a token eight consecutive experts, all on one
+of the eight ranks; DeepEP sends a token once to each rank that has any of its experts. Its attention is
 Transformer Engine's, which is cuDNN's on an H100 and about as fast as FlashAttention-3 (vgpu/time/attention.py).
 
-The one fitted figure is that of ``published.py``, from a row in bfloat16. Steps are extrapolated
-from four and five layers. Left out: float8 that FSDP2 gathers; asynchronous gathers of float8 that
-torch.compile overlaps with products; of Qwen3 the norms of queries and keys, the kernels of Transformer
-Engine and DeepEP, for which elementwise operations are fused here, and that its experts, which nobody shares,
-are bfloat16 and not sharded, where here they are cast from float32 for each forward and backward.
+The one fitted figure is that of ``published.py``, from a row in bfloat16. Steps are extrapolated from four
+and five layers. Left out are float8 that FSDP2 gathers, and asynchronous gathers of float8 that torch.compile
+overlaps with matmuls. For Qwen3, we also leave out the norms of queries and keys, and the kernels of
+Transformer Engine and DeepEP, in place of which elementwise operations are fused here. Its experts aren't
+shared by ranks, so they are bfloat16 and not sharded there; here they are cast from float32 for each forward
+and backward.
 """
 
 from typing import NamedTuple

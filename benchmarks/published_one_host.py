@@ -1,12 +1,12 @@
-"""Megatron-LM on one host of eight A100s, predicted: small layers, which wait for the host.
+"""Predict Megatron-LM on one host of eight A100s: small layers, which wait for the host.
 
-Source: VIA-Research/vTrain, its measured single-node table (every second row of it is in
-``rows/vtrain_one_host.csv``): 8 A100 80 GB with NVSwitch, float16, vocabulary 51,200, feed-forward of
-four times the width, full recomputation. ``python -m benchmarks.published_one_host FILE.csv`` tries
-another file of that form.
+The source is VIA-Research/vTrain, its measured single-node table (every second row of it is in
+``rows/vtrain_one_host.csv``): 8 A100s with 80 GB and NVSwitch, float16, vocabulary 51,200, a feed-forward layer
+of four times the width, full recomputation. ``python -m benchmarks.published_one_host FILE.csv`` tries another
+file in that format.
 
-One figure is fitted, to one row (``FITTED``): arithmetic's share. Of memory's peak 0.87 is taken, which
-BabelStream reaches on an A100. The host's time is ``vgpu.plan.megatron.CALL_S``.
+One figure is fitted, to one row (``FITTED``): the efficiency of arithmetic. Memory is assumed to reach 0.87 of
+its peak, as BabelStream does on an A100. The host's time is ``vgpu.plan.megatron.CALL_S``.
 """
 
 import csv
