@@ -119,18 +119,18 @@ def main() -> str:
         [
             "## Starting ranks",
             "",
-            "Seconds from the call until every rank has joined a gloo group, taken part in one "
-            f"all_reduce and ended. Later calls: the median of {LATER_CALLS} in the same process; the "
-            f"last column divides it by launch.run's.{missing}",
+            "Seconds from the call until every rank has joined a gloo group, run one all_reduce and "
+            f"exited. Later calls are the median of {LATER_CALLS} in the same process; the last column is "
+            f"their ratio to launch.run's.{missing}",
             "",
             "| ranks | started by | first call, s | later calls, s | times launch.run |",
             "|---|---|---|---|---|",
             *rows,
             "",
             f"Later calls of mp.spawn take {', '.join(ratios)} as long as those of launch.run. The "
-            "first call of launch.run starts the forkserver, which imports torch once; "
-            "notebook_launcher forks the notebook itself, which is not safe once it has used a "
-            "GPU or threads.",
+            "first call of launch.run starts the forkserver, which imports torch once. "
+            "notebook_launcher forks the notebook itself, which isn't safe once the notebook has used "
+            "a GPU or threads.",
         ]
     )
 

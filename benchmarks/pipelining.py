@@ -119,22 +119,23 @@ def main() -> str:
         [
             "## Pipelining on two processes",
             "",
-            "One training step without its update, with two stages on two processes of one thread "
-            f"each ({LAYERS} layers of width {WIDTH} per stage, {ROWS} rows per micro-batch): "
+            "Two processes of one thread each run the forward and backward passes of a training step, one "
+            f"stage per process ({LAYERS} layers of width {WIDTH} per stage, {ROWS} rows per micro-batch). "
             "torch.distributed.pipelining over gloo is compared with running the same stages in turn, "
-            f"one micro-batch at a time. Times are medians of {REPEATS} repeats. Times faster: the "
-            "median of the ratios within each repeat, followed by the middle half of these ratios. The "
-            "bound is 2 m / (m + 1), on two idle cores and without any copy. Machine: how many times "
-            "faster the same two stages compute at the same time than one after the other, without "
-            "sending anything, measured in the same repeats; two idle cores give 2, and less when "
-            "other programs use them. Load: processes that wanted a core in the minute before.",
+            f"one micro-batch at a time. Times are medians of {REPEATS} repeats. *Times faster* is the "
+            "median of the ratios within each repeat, and *middle half* the range of the middle half of "
+            "these ratios. The bound for m micro-batches is 2 m / (m + 1), on two idle cores and without "
+            "any copies. *Machine* is how many times faster the two stages compute at the same time than "
+            "one after the other, without sending anything, measured in the same repeats: 2 on two idle "
+            "cores, and less when other programs use them. *Load* is the number of processes that wanted a "
+            "core in the minute before.",
             "",
             "| micro-batches | schedule | in turn, ms | pipeline, ms | times faster | middle half "
             "| bound | machine | load |",
             "|---|---|---|---|---|---|---|---|---|",
             *[line for micro_batches in MICRO_BATCHES for line in row(micro_batches)],
             "",
-            "The gradients of all three are compared in every repeat.",
+            "Every repeat checks that GPipe, 1F1B and the stages in turn compute the same gradients.",
         ]
     )
 

@@ -1,19 +1,20 @@
-"""Training runs that others measured, predicted: PyTorch's own parallel code as one rank of a cluster.
+"""Predict training runs that others measured, with PyTorch's own parallel code as one rank of a cluster.
 
 Source: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md and asyncTP_llama3_h100_2025-
-06_torchtitan.md. Hosts of 8 H100 with 96 GB HBM2e (2.4 TB/s), NVLink inside, 400 Gb/s a GPU between
-them. Llama 3.1, sequence 8192, bfloat16 parameters, float32 reduction, AdamW; FSDP2, and tensor
-parallelism with sequence parallelism and a loss of parts, as torchtitan applies them. Checkpoints
-keep attention's outputs and every second matrix product of a block, or only the block's input.
+06_torchtitan.md. The hosts have 8 H100s with 96 GB HBM2e (2.4 TB/s), NVLink inside, and 400 Gb/s per GPU
+between hosts. The runs are of Llama 3.1 with sequences of 8192, bfloat16 parameters, float32 reduction and
+AdamW; FSDP2, and tensor parallelism with sequence parallelism and a loss-parallel loss, are applied as
+in torchtitan. Selective recomputation keeps attention's outputs and every second matmul of a block; full
+recomputation keeps only the block's input.
 
-One figure is fitted, to the first row: the share of the H100's peak that arithmetic reaches on the
-mean GPU. How much GPUs differ is taken from a measurement elsewhere (SPREAD). All else stands in
-datasheets or is CostModel's default. Not here: float8 (published_methods.py); of Llama 405B in a pipeline, which was
-published with it only, two schedules are therefore compared with each other. With asynchronous tensor
-parallelism two rows were published as well; they are replayed with it. Not modeled either:
-clocks that fall at a limit of power, which is the likely reason why the gains by torch.compile and by
-asynchronous tensor parallelism are both overestimated; and, in the tables, NCCL's kernels, which take
-multiprocessors from those that they run beside.
+One figure is fitted, to the first row: the efficiency of arithmetic on the average GPU, as a share of the
+H100's peak. How much GPUs differ is taken from a measurement elsewhere (SPREAD). Everything else comes from
+datasheets or is CostModel's default. float8 isn't predicted here (see published_methods.py). Llama 405B in a
+pipeline was published only with float8, so two of its schedules are compared with each other. Two
+rows were also published with asynchronous tensor parallelism, and are replayed with it. Two things aren't
+modeled: clocks that fall at a power limit, which is the likely reason why the gains of torch.compile and of
+asynchronous tensor parallelism are both overestimated; and, in the tables, the multiprocessors that NCCL's
+kernels take from the kernels that they run alongside.
 """
 
 import dataclasses
@@ -100,41 +101,42 @@ class Pipelined(NamedTuple):
 PIPELINES = (Pipelined(1, 100, 82.5), Pipelined(2, 128, 72.7))
 _MICRO_BATCHES = (8, 32)
 _PIPELINES = (
-    "Llama 405B on 512 GPUs (FSDP 8 × TP 8 × PP 8, batch 32, full checkpoints, compile): 1F1B, and "
-    "interleaved 1F1B with two chunks. Both were published only with float8 and asynchronous tensor "
-    "parallelism, so we compare the ratio of the two. The number of micro-batches wasn't published; 8, "
-    "as many as stages, was torchtitan's default at the commit that the table names "
-    "(`pipeline_parallel_microbatches` in torchtitan/config_manager.py, 9dec370), and 32 is the most "
-    "that a batch of 32 allows."
+    "Llama 405B ran on 512 GPUs (FSDP 8 × TP 8 × PP 8, batch 32, full recomputation, torch.compile) with "
+    "1F1B, and with interleaved 1F1B in two chunks. Both were published only with float8 and asynchronous tensor "
+    "parallelism, so we compare their ratio. The number of micro-batches wasn't published. 8, the number "
+    "of stages, was the default at 9dec370, the commit of torchtitan that was measured "
+    "(`pipeline_parallel_microbatches` in torchtitan/config_manager.py), and 32 is the most that a batch "
+    "of 32 allows."
 )
 _FLOAT8 = (
-    "float8 isn't predicted here (the section on float8 does that for 8B and 70B). It made 70B 1.44 "
-    "times as fast and 8B 1.16 times, both with asynchronous tensor parallelism (942 instead of 652 "
-    "tokens/s/GPU, 5,570 instead of 4,809; the same file), so bfloat16 should be about as far below the "
-    "published figures for 405B. With asynchronous tensor parallelism, it's predicted at"
+    "These predictions are for bfloat16; the section on float8 has 8B and 70B. With asynchronous tensor "
+    "parallelism, float8 made 70B 1.44 times as fast, and 8B 1.16 times (942 instead of 652 "
+    "tokens/s/GPU, and 5,570 instead of 4,809; asyncTP_llama3_h100_2025-06_torchtitan.md), so bfloat16 "
+    "should be slower than the published figures for 405B by about as much. With asynchronous tensor "
+    "parallelism, the predictions for 1F1B and interleaved 1F1B differ from the published figures by"
 )
 _NOT_KEPT = (
     "Part of the missing memory may be what PyTorch itself kept at the end of 2024: a buffer to "
     "receive each micro-batch, from the start of a step to its end, and each stage's outputs until "
-    "their backward passes, both twice where a rank has two chunks (`_prepare_forward_infra` in "
+    "their backward passes, both twice if a rank has two chunks (`_prepare_forward_infra` in "
     "torch/distributed/pipelining/stage.py, torch 2.6). Today's PyTorch keeps neither, nor does this "
     "prediction."
 )
 _PIECES = (
-    "The gain is overestimated, but not because other pairs of collectives and products overlap here: "
-    "PyTorch's own pass, run on a block compiled for eight ranks, finds the same pairs, with the same "
-    "copies for the gradients of weights (`vgpu/time/compiler_passes.py` lists what else it makes, about "
-    "1 % of a step). It's the steps without asynchronous tensor parallelism that stand out. Whenever a "
-    "change leaves less of a step to anything but products and attention, the prediction becomes too "
-    "fast, with torch.compile as with this:"
+    "The gain is overestimated, but not because the wrong collectives and matmuls overlap here: PyTorch's "
+    "own pass, run on a block compiled for eight ranks, finds the same pairs, with the same copies for "
+    "the weights' gradients (`vgpu/time/compiler_passes.py` lists what else it copies, about 1 % of a "
+    "step). It's the steps without asynchronous tensor parallelism that stand out. Whenever a change "
+    "leaves less of a step to anything but matmuls and attention, whether torch.compile or this one, the "
+    "prediction becomes too fast:"
 )
 _POWER = (
-    "The likely reason, although no published clock proves it: these GPUs were limited to 500 W of their "
-    "700 W (torchtitan says so, and that more could be faster), and the denser the products, the lower "
-    "the clock. To model that, one would need the measured power of whatever runs; here there is one "
-    "clock, set by the first row. Two more things are left out that could cost some of the gain: copies "
-    "take memory bandwidth from the products that run at the same time, and ranks wait for one another "
-    "between pieces."
+    "The likely reason is power, although no published clock rate proves it: these GPUs were limited to "
+    "500 W of their 700 W (torchtitan says so, and that a higher limit could make them faster), and the "
+    "more of a step is matmuls, the lower the clock. A model of that would need the measured power of "
+    "every kernel; here there is one clock, set by the first row. Two more effects that could cost some "
+    "of the gain are left out: copies take memory bandwidth from the matmuls that run at the same time, "
+    "and ranks wait for each other between pieces."
 )
 
 
@@ -152,17 +154,17 @@ def main() -> str:
     lines = [
         "## Published training runs, predicted",
         "",
-        "Llama 3.1 with PyTorch's own FSDP2 and tensor parallelism on H100s (torchtitan, December "
-        "2024 and June 2025); the head of `benchmarks/published.py` explains the method. Fitted to the "
-        f"first row: arithmetic reaches {share:.3f} of the peak on the mean GPU. Times of products "
-        f"differ by {SPREAD:.1%} from GPU to GPU (the standard deviation on 392 V100s of one cluster), "
-        "and all GPUs wait for the slowest. The trivial predictor gives every row the first row's FLOP/s. "
-        "Memory is what PyTorch's allocator reserves, from a replay of every allocation; the last column "
-        "is the most that tensors take. The version of PyTorch matters, too: since 2.15, FSDP2 casts "
-        "gradients to float32 while it arranges them for their reduce-scatter; 2.14.1 takes one more "
-        "kernel, and 0.586 is fitted.",
+        "These are runs of Llama 3.1 with PyTorch's own FSDP2 and tensor parallelism on H100s (torchtitan, "
+        "December 2024 and June 2025); the docstring of `benchmarks/published.py` explains the method. "
+        f"Fitted to the first row, arithmetic reaches {share:.3f} of the peak on the average GPU. Matmul "
+        f"times differ by {SPREAD:.1%} from GPU to GPU (the standard deviation on 392 V100s of one "
+        "cluster), and all GPUs wait for the slowest. The trivial predictor gives every row the first "
+        "row's FLOP/s. Memory is what PyTorch's allocator reserves, from a replay of every allocation; "
+        "the last column is the peak of what tensors take. The version of PyTorch matters, too: since "
+        "2.15, FSDP2 casts gradients to float32 while it arranges them for their reduce-scatter; 2.14.1 "
+        "launches one more kernel, and the fitted figure is 0.586.",
         "",
-        "| model | GPUs | layout, batch, checkpoints | compile | tokens/s/GPU, published | predicted "
+        "| model | GPUs | layout, batch, recompute | compile | tokens/s/GPU, published | predicted "
         "| error | trivial | GiB reserved, published | predicted | error | GiB allocated, predicted |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -181,7 +183,7 @@ def main() -> str:
             f"{error} | {allocated_gib:.1f} |"
         )
     of_8b = [(row.tokens_per_s, found.tokens_per_s) for row, found in rows if row.model == "8B"]
-    lines += ["", f"Of 8B, {order(*zip(*of_8b, strict=True))}", ""]
+    lines += ["", f"For 8B, {order(*zip(*of_8b, strict=True))}", ""]
     lines += [*async_tp(rows), ""]
     lines += [_few_and_many({row: found for row, found in rows}), ""]
     lines += [*pipelines(costs), "", _own_time()]
@@ -191,7 +193,7 @@ def main() -> str:
 def async_tp(rows: list[tuple[Row, Step]]) -> list[str]:
     """The rows that were published with asynchronous tensor parallelism too, as Markdown."""
     lines = [
-        "With asynchronous tensor parallelism (`async_tp=True`), and the same fitted figure:",
+        "With asynchronous tensor parallelism (`async_tp=True`) and the same fitted figure:",
         "",
         "| model | GPUs | tokens/s/GPU, published | predicted | error |",
         "|---|---|---|---|---|",
@@ -215,7 +217,7 @@ def async_tp(rows: list[tuple[Row, Step]]) -> list[str]:
         "",
         _PIECES,
         "",
-        "| what changes | GPUs | gain, published | predicted | too much by | in products, before | "
+        "| what changes | GPUs | gain, published | predicted | too much by | in matmuls, before | "
         "after |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -296,12 +298,12 @@ def _few_and_many(found: dict[Row, Step]) -> str:
     return (
         f"A step on 128 GPUs hides its gathers as one on 8 does, and each GPU updates fewer parameters. "
         f"If all GPUs were alike, the speed per GPU would change by {slower(alike, alike)}. Waiting for "
-        f"the slowest of 128 instead of 8 makes it {slower()}; "
-        f"{many.tokens_per_s / few.tokens_per_s - 1:+.1%} was published. NCCL's kernels take "
-        "multiprocessors from the kernels that they run alongside: with 24 of 132 on 8 GPUs, as NCCL "
-        f"prints, and 16 on 128, two for each adapter, it's {slower(taken_by_few, taken)}. The rest may be "
-        "the network, which is assumed to reach 0.8 of its bandwidth: with 0.2, it's "
-        f"{slower(taken_by_few, slow)}. That's 80 GB/s; one cluster measured 69 on 8 hosts and 55 on 16 "
+        f"the slowest of 128 instead of 8 makes that {slower()}; the published change is "
+        f"{many.tokens_per_s / few.tokens_per_s - 1:+.1%}. NCCL's kernels take multiprocessors from the "
+        "kernels that they run alongside: with 24 of 132 on 8 GPUs, as NCCL prints, and 16 on 128 GPUs, "
+        f"two for each adapter, the change is {slower(taken_by_few, taken)}. The rest may come from the "
+        "network, which is assumed to reach 0.8 of its bandwidth: with 0.2, which is 80 GB/s, the change "
+        f"is {slower(taken_by_few, slow)}. One cluster measured 69 GB/s on 8 hosts and 55 on 16 "
         "(all-gather; Ultra-Scale Playbook, 2025)."
     )
 
@@ -311,7 +313,7 @@ def _own_time() -> str:
     begin_s = time.process_time()
     predict(Row("8B", 512, 1, 2, "selective", False, 0.0).plan)
     return (
-        f"8B as one rank of 512, two steps of which one is recorded, took "
+        f"Predicting 8B as one rank of 512, two steps of which one is recorded, took "
         f"{time.process_time() - begin_s:.1f} s of one core here, including building the model and "
         "replaying its memory."
     )

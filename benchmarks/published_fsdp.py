@@ -1,21 +1,21 @@
-"""FSDP trainings that others measured, predicted: MosaicML's MPT, and IBM's Llama 2.
+"""Predict FSDP training runs that others measured: MosaicML's MPT, and IBM's Llama 2.
 
 Sources: mosaicml/llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48 (about half of its rows of
 H100s are in ``rows/mpt_h100.csv``); foundation-model-stack/fms-fsdp, README at 5a296af. ``python -m
-benchmarks.published_fsdp FILE.csv`` tries another file of llm-foundry's form, of one model of GPU.
+benchmarks.published_fsdp FILE.csv`` tries another file in llm-foundry's format, with one model of GPU.
 
-MPT: GELU, learned positions, LayerNorm in 16 bits, vocabulary 50,368, not compiled. "DEFAULT" is taken
-to reduce gradients in float32, "PURE" in bfloat16. Its attention is FlashAttention of the first
-generation, in Triton (attn_impl in scripts/train/benchmarking/submit_benchmarks.py; sweep.py beside it
-has CUDA's of the same time for some models). Rows in fp8 are left out. The H100s' network is not
-stated: 400 Gb/s a GPU is taken; A100s had 1,600 Gb/s of RoCE a host.
+MPT has GELU, learned positions, LayerNorm in 16 bits and a vocabulary of 50,368, and wasn't compiled. We
+assume that "DEFAULT" reduces gradients in float32 and "PURE" in bfloat16. Its attention is the first
+generation of FlashAttention, in Triton (attn_impl in scripts/train/benchmarking/submit_benchmarks.py; sweep.py
+in the same folder has CUDA's of the same time for some models). Rows in fp8 are left out. The network of the
+H100s isn't stated, so we assume 400 Gb/s per GPU; A100s had 1,600 Gb/s of RoCE per host.
 
-IBM: 128 A100 80 GB at 400 Gb/s a host, sequence 4096, batch 2, torch.compile, bfloat16 reduction. Its rotary
-positions are in real numbers, which fuse; those here are complex and don't.
+IBM used 128 A100s with 80 GB and 400 Gb/s per host, sequences of 4096, batch 2, torch.compile and bfloat16
+reduction. Its rotary embeddings use real numbers, which can be fused; those here are complex and can't.
 
-One figure is fitted in each table, to the row named: arithmetic's share. How much GPUs differ is
-measured elsewhere (SPREAD), and NCCL's kernels take two multiprocessors for each adapter of the host from
-those beside them (CostModel.collective_processors has the source).
+One figure is fitted in each table, to the row named there: the efficiency of arithmetic. How much GPUs differ
+is measured elsewhere (SPREAD). NCCL's kernels take two multiprocessors for each adapter of the host from the
+kernels that they run alongside (CostModel.collective_processors has the source).
 """
 
 import csv
@@ -160,10 +160,11 @@ def main(path: Path = ROWS) -> str:
     mpt = _table(rows, (found or rows)[0], attention="triton")
     return "\n".join(
         [
-            "## FSDP trainings, predicted",
+            "## FSDP training runs, predicted",
             "",
-            "Tokens/s per GPU; the head of `benchmarks/published_fsdp.py` explains the method. The trivial "
-            "predictor gives every row the fitted row's FLOP/s, counting recomputation. " + _SEEN,
+            "The tables give tokens/s per GPU; the docstring of `benchmarks/published_fsdp.py` explains the "
+            "method. The trivial predictor gives every row the fitted row's FLOP/s, including recomputation. "
+            + _SEEN,
             "",
             f"MPT (llm-foundry), {path.stem}:",
             "",
@@ -180,18 +181,18 @@ def main(path: Path = ROWS) -> str:
 
 _SEEN = (
     "The model's other figures (the speed of Triton's attention on an H100, what NCCL's kernels take from "
-    "those that run alongside, and which row is fitted) were chosen with these rows in view, so these "
-    "aren't errors on unseen rows."
+    "those that run alongside, and which row is fitted) were chosen with these rows in view, so the errors "
+    "aren't those on unseen rows."
 )
 _WHY = (
-    "The largest error, for 30b with sequences of 8192 on eight GPUs, is unexplained: parameters, "
+    "The largest error, for 30b with sequences of 8192 on eight GPUs, is unexplained. Parameters, "
     "gradients and optimizer state take 60 of the 80 GB there, so PyTorch's allocator may have had to free "
-    "memory and ask for it again. From 128 to 512 GPUs, 3b lost 7.5 %. The slowest GPU, and the "
-    "multiprocessors that NCCL takes, explain a third of that. A latency of 40 µs per step of the ring "
-    "would explain another third, but it isn't in the model: it's ten times NCCL's own figure, and what "
-    "the all-gathers of the Ultra-Scale Playbook amount to (250 GB/s on one host, 11 on 64: 38 µs per "
-    "step, and 300 GB/s). The rest may be slow hosts (Jiang et al., 2024, MegaScale: 0.5 % of them are "
-    "slower by 10 %)."
+    "memory and request it again. From 128 to 512 GPUs, 3b lost 7.5 %. The slowest GPU and the "
+    "multiprocessors that NCCL takes explain a third of that. A latency of 40 µs per step of the ring "
+    "would explain another third, but it isn't in the model: it's ten times NCCL's own figure, although "
+    "the all-gathers of the Ultra-Scale Playbook agree with it (250 GB/s on one host and 11 on 64 amount to "
+    "38 µs per step, and 300 GB/s). The rest may come from slow hosts (in MegaScale, Jiang et al., 2024, "
+    "0.5 % of the hosts are slower by 10 %)."
 )
 
 
@@ -204,9 +205,9 @@ def _table(rows: list[Row], fitted: Row, **costs: object) -> list[str]:
     )
     lines = [
         f"Fitted to {fitted.name} with sequences of {fitted.plan.sequence} on "
-        f"{fitted.plan.layout.ranks} GPUs: arithmetic reaches {share:.3f}. The mean error is "
-        f"{mean(errors):.1%}, the trivial predictor's {mean(trivial):.1%}. Of {pairs} pairs that differ by "
-        f"3 % or more, {ordered:.1%} are predicted in the right order.",
+        f"{fitted.plan.layout.ranks} GPUs, arithmetic reaches {share:.3f} of the peak. The mean error is "
+        f"{mean(errors):.1%}; the trivial predictor's is {mean(trivial):.1%}. Of {pairs} pairs of rows that "
+        f"differ by 3 % or more, {ordered:.1%} are predicted in the right order.",
         "",
         "| model | sequence | GPUs | batch | recompute | published | predicted | error | trivial |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -1,15 +1,15 @@
-"""Megatron-LM's training runs on A100s, predicted: one layer timed on a rank, and a schedule simulated.
+"""Predict Megatron-LM's training runs on A100s, from one layer timed on a rank and a simulated schedule.
 
 Sources: Narayanan et al., 2021, Efficient large-scale language model training on GPU clusters
 (table 1: full recomputation, tensor and pipeline parallelism, interleaved where chunks are given);
 Korthikanti et al., 2022, Reducing activation recomputation in large transformer models (table 5).
-How a step's seconds come about stands at the head of ``vgpu/plan/megatron.py``.
+The docstring of ``vgpu/plan/megatron.py`` explains how the time of a step is predicted.
 
-Two figures are fitted, to the first and the last row of the first paper: the shares of the A100's
-peaks that arithmetic and memory reach. Beside it stands what the first row alone gives, with memory's
-share as CostModel assumes it. How much GPUs differ is measured elsewhere (SPREAD). The second paper
-is predicted with the two. It ran a later Megatron-LM, which sums gradients beside the next product,
-and whose 1000 B takes 8 % less time than the first paper's at the same layout.
+Two figures are fitted, to the first and the last row of the first paper: the efficiencies of arithmetic
+and memory, as shares of the A100's peaks. The table also shows what the first row alone gives, with
+CostModel's default for memory. How much GPUs differ is measured elsewhere (SPREAD). The second paper is
+predicted with the same two figures. It ran a later Megatron-LM, which sums gradients while the next matmul
+runs, and whose 1000 B takes 8 % less time than the first paper's with the same layout.
 """
 
 from typing import NamedTuple
@@ -54,8 +54,8 @@ TABLE_5 = (
 
 
 _SMALL = (
-    "Waves that don't fill the A100 cost narrow and wide layers alike a few percent at most. Wide layers "
-    "are faster because their sums are longer, so less is written for the same FLOPs."
+    "Waves of tiles that don't fill the A100 cost a few percent at most, in narrow and wide layers alike. "
+    "Wide layers are faster because their sums are longer, so less is written for the same FLOPs."
 )
 
 
@@ -91,12 +91,13 @@ def main() -> str:
     lines = [
         "## Megatron-LM's training runs, predicted",
         "",
-        "TFLOP/s per GPU on A100s (Narayanan et al., 2021), counting recomputation; the head of "
-        "`benchmarks/published_megatron.py` explains the method. Fitted to the first and the last row: "
-        f"arithmetic reaches {shares.arithmetic:.3f} of its peak and memory {shares.memory:.3f}. "
-        f"Fitted to the first row alone: arithmetic {first.arithmetic:.3f}, memory {first.memory:.1f} "
-        f"as assumed. Times of products differ by {SPREAD:.1%} from GPU to GPU, and all GPUs wait for "
-        "the slowest. The trivial predictor gives every row the first row's TFLOP/s.",
+        "The first table gives TFLOP/s per GPU on A100s (Narayanan et al., 2021), including "
+        "recomputation; the docstring of `benchmarks/published_megatron.py` explains the method. Fitted to "
+        f"the first and the last row, arithmetic reaches {shares.arithmetic:.3f} of its peak and memory "
+        f"{shares.memory:.3f}. Fitted to the first row alone, arithmetic reaches {first.arithmetic:.3f}, "
+        f"with memory at the default of {first.memory:.1f}. Matmul times differ by {SPREAD:.1%} from GPU "
+        "to GPU, and all GPUs wait for the slowest. The trivial predictor gives every row the first row's "
+        "TFLOP/s.",
         "",
         "| parameters, 10⁹ | TP × PP (chunks), batch/micro-batch | GPUs | published | predicted | "
         "error | from the first row alone | error | trivial |",
@@ -121,7 +122,7 @@ def main() -> str:
         "",
         _furthest(errors, shares),
         "",
-        f"Fitted to the first row alone: {_mean(errors_first, trivial)} {order(published, all_first)} "
+        f"Fitted to the first row alone, {_mean(errors_first, trivial)} {order(published, all_first)} "
         f"{_SMALL}",
         "",
         *_table_5(shares),
@@ -134,18 +135,19 @@ def _furthest(errors: list[float], shares: Shares) -> str:
     error, row = max(zip(errors, ROWS, strict=True), key=lambda pair: abs(pair[0]))
     plain = tera(row.run._replace(chunks=1), shares)
     return (
-        f"The row of {row.name} has the largest error, {error:+.1%}: {row.run.chunks} chunks per rank "
-        f"shorten its bubble, and nothing else here distinguishes it from its neighbors. With one chunk, "
-        f"the prediction is {plain:.0f}, {plain / row.tera - 1:+.1%}. So what the model lacks is what "
-        "interleaving cost there, in messages that wait for one another or in smaller pieces of work."
+        f"The row with {row.name} billion parameters has the largest error, {error:+.1%}. Its "
+        f"{row.run.chunks} chunks per rank shorten the bubble, and nothing else here distinguishes it from "
+        f"its neighbors. With one chunk, the prediction would be {plain:.0f}, an error of "
+        f"{plain / row.tera - 1:+.1%}. So the model lacks what interleaving cost there: messages that wait "
+        "for each other, or smaller pieces of work."
     )
 
 
 def _table_5(shares: Shares) -> list[str]:
     lines = [
-        "Seconds per step with the same shares: with full recomputation, and with sequence parallelism "
-        "and selective recomputation (Korthikanti et al., 2022). The trivial predictor gives every row "
-        "the same FLOP/s as in the table above.",
+        "The second table gives seconds per step at the same efficiencies, with full recomputation, and "
+        "with sequence parallelism and selective recomputation (Korthikanti et al., 2022). The trivial "
+        "predictor gives every row the same FLOP/s as in the first table.",
         "",
         "| parameters, 10⁹ | full, published | predicted | error | trivial | selective, published | "
         "predicted | error | trivial | times faster, published | predicted |",
@@ -174,7 +176,7 @@ def _table_5(shares: Shares) -> list[str]:
 
 def _mean(errors: list[float], trivial: list[float]) -> str:
     ours, theirs = (sum(map(abs, all_)) / len(all_) for all_ in (errors, trivial))
-    return f"mean error {ours:.1%}, the trivial predictor's {theirs:.1%}."
+    return f"the mean error is {ours:.1%}; the trivial predictor's is {theirs:.1%}."
 
 
 if __name__ == "__main__":

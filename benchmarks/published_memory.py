@@ -1,13 +1,13 @@
-"""Bytes that others published, counted: activations of Megatron-LM, and ZeRO's three stages.
+"""Count bytes that others published: activations of Megatron-LM, and ZeRO's three stages.
 
 Sources: Korthikanti et al., 2022, Reducing activation recomputation in large transformer models
 (activations of the first stage; GiB); Rajbhandari et al., 2020, ZeRO (figure 1: 7.5 billion
 parameters with Adam in mixed precision on 64 GPUs; GB are 10⁹ bytes).
 
-Nothing is fitted. Activations: what a forward pass of two layers leaves allocated, on a rank of the
-tensor-parallel group, times as many layers as the schedule keeps on its first device; without
-embedding and loss, as in the paper. ZeRO: what is allocated after a step, gradients included; the
-first two stages by hand, the third is PyTorch's own fully_shard.
+Nothing is fitted. Activations are what a forward pass of two layers leaves allocated on a rank of the
+tensor-parallel group, times as many layers as the schedule keeps on its first device, without
+embedding and loss, as in the paper. For ZeRO, we count what is allocated after a step, including gradients;
+the first two stages are written by hand, and the third is PyTorch's own fully_shard.
 """
 
 from typing import NamedTuple
@@ -147,8 +147,8 @@ def main() -> str:
     lines = [
         "## Published bytes, counted",
         "",
-        "Activations of the first stage in GiB (Korthikanti et al., 2022): without recomputation, and "
-        "with sequence parallelism and selective recomputation. Nothing is fitted.",
+        "The first table has the activations of the first stage in GiB (Korthikanti et al., 2022), without "
+        "recomputation, and with sequence parallelism and selective recomputation. Nothing is fitted.",
         "",
         "| parameters, 10⁹ | kept, published | counted | error | selective, published | counted | "
         "error |",
@@ -165,7 +165,8 @@ def main() -> str:
         lines.append(f"| {row.name} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        "GB on each of 64 GPUs for 7.5 billion parameters (ZeRO, Rajbhandari et al., 2020):",
+        "The second table has the GB that 7.5 billion parameters take on each of 64 GPUs (ZeRO, Rajbhandari "
+        "et al., 2020).",
         "",
         "| sharded | published | counted |",
         "|---|---|---|",

@@ -1,19 +1,20 @@
-"""Float8, shared sequences and experts as others measured them, predicted.
+"""Predict float8, context parallelism and experts as others measured them.
 
 Sources: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (tables 1 to 4) and
-asyncTP_llama3_h100_2025-06_torchtitan.md, on the H100s of ``published.py``: float8 with one scale a
+asyncTP_llama3_h100_2025-06_torchtitan.md, on the H100s of ``published.py``: float8 with one scale per
 tensor, torch.compile. NVIDIA-NeMo/Automodel, docs/performance-summary.md of October 2025 with
 examples/benchmark/configs/qwen3_moe_30b_te_deepep.yaml: Qwen3 30B on eight H100s with 80 GB, FSDP2, a
 router that keeps experts equally busy, full recomputation. That router is ``FakeBalancedGate`` of
-nemo_automodel/components/moe/layers.py (at 89e3a9f), which gives a token eight experts in a row, all on one of
-the eight ranks; DeepEP sends a token once to each rank that has any of its experts. Its attention is
+nemo_automodel/components/moe/layers.py (at 89e3a9f), which gives a token eight consecutive experts, all on one
+of the eight ranks; DeepEP sends a token once to each rank that has any of its experts. Its attention is
 Transformer Engine's, which is cuDNN's on an H100 and about as fast as FlashAttention-3 (vgpu/time/attention.py).
 
-The one fitted figure is that of ``published.py``, from a row in bfloat16. Steps are extrapolated
-from four and five layers. Left out: float8 that FSDP2 gathers; asynchronous gathers of float8 that
-torch.compile overlaps with products; of Qwen3 the norms of queries and keys, the kernels of Transformer
-Engine and DeepEP, for which elementwise operations are fused here, and that its experts, which nobody shares,
-are bfloat16 and not sharded, where here they are cast from float32 for each forward and backward.
+The one fitted figure is that of ``published.py``, from a row in bfloat16. Steps are extrapolated from four
+and five layers. Left out are float8 that FSDP2 gathers, and asynchronous gathers of float8 that torch.compile
+overlaps with matmuls. For Qwen3, we also leave out the norms of queries and keys, and the kernels of
+Transformer Engine and DeepEP, in place of which elementwise operations are fused here. Its experts aren't
+shared by ranks, so they are bfloat16 and not sharded there; here they are cast from float32 for each forward
+and backward.
 """
 
 from typing import NamedTuple
@@ -45,23 +46,23 @@ _SHORT, _TWICE, _FOUR_TIMES, _EIGHT_TIMES = (
 )  # 8B, by length, from 32,768 tokens on
 _LARGE = 76, 47, 31, 16  # 405B in table 6, by the same lengths, with tensors and stages of 8
 _WHY = (
-    "Asynchronous tensor parallelism gains too little with float8, since here only its reduce-scatters run "
-    "in pieces, and its gathers don't.\n\n"
-    "The two longest sequences are unexplained, and no model in which attention's work grows with the length "
-    "could match both them and the other two. If the seconds per token grew beyond 65,536 tokens as they do up "
-    f"to there, it would be {_on_a_line(_SHORT, _TWICE, 4):,.0f} tokens/s at 131,072 and "
-    f"{_on_a_line(_SHORT, _TWICE, 8):,.0f} at 262,144; {_FOUR_TIMES:,} and {_EIGHT_TIMES} were published. Sharing "
-    "sequences isn't slow in itself: in table 6 of the same file, 405B on 512 GPUs of the same kind has "
-    f"{_LARGE[2]} and {_LARGE[3]} tokens/s at these lengths, where its first two figures, {_LARGE[0]} and "
-    f"{_LARGE[1]}, would give {_on_a_line(*_LARGE[:2], 4):.0f} and {_on_a_line(*_LARGE[:2], 8):.0f}. What runs here "
-    "is what torchtitan runs by default at the commit named there (9dec370: keys and values are gathered, ranks "
-    "balanced between front and end); whether the published rows were run like this isn't stated. Without "
-    "balancing, the last of 4 or 8 ranks takes 1.75 or 1.88 times the mean, which is about what these two rows "
-    "took in attention; but the last of 2 takes 1.5 times, and that row took 1.2. The two shorter rows lack a "
-    "fifth to a third of attention's time: their GPUs were limited to 500 W, and FlashAttention-2 was measured "
-    "on others.\n\n"
-    "One more thing is known about Qwen3's row: its GPUs weren't limited to 500 W, unlike those that the figure "
-    "is fitted to."
+    "Asynchronous tensor parallelism gains too little with float8, since only its reduce-scatters are split "
+    "into pieces here, and its gathers aren't.\n\n"
+    "The two longest sequences are unexplained: no model in which attention's work grows with the length could "
+    "match both them and the other two. If the seconds per token kept growing beyond 65,536 tokens as they do up "
+    f"to there, the speed would be {_on_a_line(_SHORT, _TWICE, 4):,.0f} tokens/s at 131,072 and "
+    f"{_on_a_line(_SHORT, _TWICE, 8):,.0f} at 262,144; {_FOUR_TIMES:,} and {_EIGHT_TIMES} were published. Context "
+    "parallelism isn't slow in itself: in table 6 of torchtitan's llama3_h100_202412_torchtitan.md, 405B on 512 "
+    f"GPUs of the same kind reaches {_LARGE[2]} and {_LARGE[3]} tokens/s at these lengths, where its first two "
+    f"figures, {_LARGE[0]} and {_LARGE[1]}, would give {_on_a_line(*_LARGE[:2], 4):.0f} and "
+    f"{_on_a_line(*_LARGE[:2], 8):.0f}. The prediction follows torchtitan's default at 9dec370, the commit that "
+    "file names (keys and values are gathered, and each rank has a part from the front and one from the end); "
+    "whether the published runs did the same isn't stated. Without such balancing, the last of 4 or 8 ranks takes "
+    "1.75 or 1.88 times the mean, which is about what attention took in these two rows; but the last of 2 takes "
+    "1.5 times, and attention took 1.2 times in that row. In the two shorter rows, a fifth to a third of "
+    "attention's time is missing from the prediction: their GPUs were limited to 500 W, and the speed of "
+    "FlashAttention-2 was measured on others.\n\n"
+    "The GPUs of Qwen3's row weren't limited to 500 W, unlike those that arithmetic is fitted to."
 )
 
 
@@ -107,12 +108,13 @@ def main() -> str:
     costs = {"arithmetic_share": fitted_share(), "speed_spread": SPREAD}
     fitted_flop = FITTED.tokens_per_s * FITTED.flop_per_token
     lines = [
-        "## Float8, shared sequences and experts, predicted",
+        "## Float8, context parallelism and experts, predicted",
         "",
-        "Llama 3.1 with float8 products and torch.compile (torchtitan), and Qwen3 30B (NeMo AutoModel); "
-        "the head of `benchmarks/published_methods.py` explains the method. Nothing is fitted here: "
-        f"arithmetic reaches {costs['arithmetic_share']:.3f} of the peak, also in float8, as in the first row "
-        "of the table of published training runs. The trivial predictor gives every row that row's FLOP/s.",
+        "These are runs of Llama 3.1 with float8 matmuls and torch.compile (torchtitan), and of Qwen3 30B "
+        "(NeMo AutoModel); the docstring of `benchmarks/published_methods.py` explains the method. Nothing is "
+        f"fitted to these rows: arithmetic reaches {costs['arithmetic_share']:.3f} of the peak, in float8 too, "
+        "as fitted to the first of the published training runs above. The trivial predictor gives every row "
+        "that run's FLOP/s.",
         "",
         "| model | GPUs | layout, batch, recompute | tokens/s/GPU, published | predicted | error | trivial |",
         "|---|---|---|---|---|---|---|",
@@ -135,7 +137,7 @@ def main() -> str:
     mean, of_trivial = (sum(each) / len(errors) for each in zip(*errors, strict=True))
     lines += [
         "",
-        f"Mean error {mean:.1%}, the trivial predictor's {of_trivial:.1%}.",
+        f"The mean error is {mean:.1%}; the trivial predictor's is {of_trivial:.1%}.",
         "",
         _WHY,
     ]

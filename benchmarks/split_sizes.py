@@ -37,9 +37,9 @@ MOVED: tuple[dict[str, float], ...] = (
 Costs = dict[str, float]  # fields of CostModel
 
 LEFT_OUT = (
-    "Left out: first runs, which load libraries and allocate (each published mean of ten includes "
-    "one), small kernels that don't fill the GPU, the algorithm that cuDNN picks for a size, "
-    "batch norm's second pass, the CPU's time to make a batch, and clocks that drop with heat. "
+    "The model leaves out first runs, which load libraries and allocate memory (each published mean of "
+    "ten includes one), small kernels that don't fill the GPU, the algorithm that cuDNN picks for a size, "
+    "batch norm's second pass, the CPU's time to create a batch, and clocks that drop with heat.\n"
 )
 
 
@@ -165,12 +165,12 @@ def main() -> str:
     model = vgpu.CostModel(vgpu.PRESETS[GPU])
     return (
         "## The published split sizes, predicted\n\n"
-        f"ResNet-50, 3 batches of 120 images of 128x128, virtual time on a {GPU} that reaches "
+        f"ResNet-50 trains on 3 batches of 120 images of 128x128, in virtual time on a {GPU} that reaches "
         f"{costs['arithmetic_share']:.1%} of its arithmetic's peak (the one fitted figure), "
         f"{model.memory_share:.0%} of its memory's and {model.link_share:.0%} of the link's "
         f"(assumed). {LEFT_OUT}\n"
         + "\n".join([*tables, moved(LINKS[1])])
-        + f"\nFitting took {fit_s:.1f} s here, a sweep over one GPU, two GPUs and nine sizes "
+        + f"\nFitting took {fit_s:.1f} s here, and a sweep over one GPU, two GPUs and nine sizes took "
         f"{took_s[0]:.1f} s.\n"
     )
 

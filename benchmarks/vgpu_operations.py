@@ -173,20 +173,21 @@ def main() -> str:
     )
     return (
         "## An operation on a virtual GPU\n\n"
-        "On one thread: `x + x` on 4x4 values, and forward and backward of 12 small modules. The rows take "
+        "One thread runs `x + x` on 4x4 values, and forward and backward of 12 small modules. The rows take "
         f"turns, in {ROUNDS} rounds; a round counts the fastest of {BURSTS} bursts of {CALLS} operations, and "
-        f"of {BURSTS // 4} steps. The table has the median of the rounds and, in brackets, their middle half. "
-        "Ratios are to a virtual GPU in the same round. Aim: at most 8 µs for an operation on shapes.\n\n"
+        f"the fastest of {BURSTS // 4} steps. The table has the median of the rounds, with their middle half in "
+        "parentheses. Ratios are relative to a virtual GPU in the same round. The aim is at most 8 µs for an "
+        "operation on shapes.\n\n"
         "| | x + x, µs | ratio | step, ms | ratio |\n|---|---|---|---|---|\n"
         f"{rows}\n\n"
-        f"One operation takes {ratios(adds[VIRTUAL], adds[FAKE])} of FakeTensorMode's time (aim: "
+        f"An operation on a virtual GPU takes {ratios(adds[VIRTUAL], adds[FAKE])} of FakeTensorMode's time (aim: "
         "at most 0.25).\n\n"
         f"A ResNet-50 training step on 8 images of 128x128, measured in turns, takes "
         f"{spread(taken['cpu'], 2)} s on the CPU and {spread(taken['vgpu:0'], 2)} s on a virtual GPU, "
         f"{ratios(taken['vgpu:0'], taken['cpu'])} times as long (aim: at most 1.15).\n\n"
         f"A tensor of one element takes {cpu_bytes:.0f} bytes of resident memory on the CPU, "
         f"{virtual_bytes:.0f} on a virtual GPU and {shape_bytes:.0f} as a shape, including its value. A "
-        "larger tensor takes more, according to its size.\n"
+        "larger tensor takes correspondingly more.\n"
     )
 
 

@@ -140,10 +140,10 @@ def main() -> str:
             "## A training step of two ranks on virtual GPUs",
             "",
             "Two processes of one thread each take a step with one virtual GPU per rank and the same "
-            "step on CPU tensors over gloo, in turn. ResNet-50: 8 images of 128x128 per rank. GPT: "
-            f"{LAYERS} layers of width {WIDTH}, 4 sequences of {TOKENS} tokens per rank. Times are medians "
+            "step on CPU tensors over gloo, in turn. ResNet-50 has 8 images of 128x128 per rank; the GPT has "
+            f"{LAYERS} layers of width {WIDTH}, and 4 sequences of {TOKENS} tokens per rank. Times are medians "
             f"of {REPEATS} repeats; the ratio is the median of the ratios within each repeat, followed by "
-            f"their middle half (aim: at most {AIM}). Both give the same losses in every repeat, bit for "
+            f"their middle half (the aim is at most {AIM}). Both give the same losses in every repeat, bit for "
             "bit.",
             "",
             "| | CPU tensors, s | virtual GPUs, s | ratio | middle half |",

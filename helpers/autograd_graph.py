@@ -83,8 +83,8 @@ def count_nodes(result: torch.Tensor) -> int:
 
 def _walk(start: Any) -> tuple[list[Any], list[tuple[int, int]]]:
     """Every function reachable from ``start``, each once, and the edges between them."""
-    # Kept in a list, because the id of a freed wrapper is reused. No recursion: summed losses make
-    # chains far longer than Python's stack.
+    # The functions are kept in a list, because the id of a freed wrapper is reused. There's no
+    # recursion, because summed losses make chains far longer than Python's stack.
     functions = [start] if start is not None else []
     known = {start: 0}
     edges = []
@@ -121,7 +121,7 @@ class _Kept:
     """One tensor saved by autograd; freed when autograd frees it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Detached: otherwise its graph would keep it alive.
+        # The tensor is detached, because otherwise its graph would keep it alive.
         self.tensor = tensor.detach()
         self.version = tensor._version
 

@@ -14,7 +14,7 @@ from vgpu.units import format_bytes
 
 _CHOICES = ("auto", "cuda", "vgpu")
 # Lessons count the bytes of tensors. cuBLAS's workspaces, which it allocates through PyTorch, 8 or 32 MiB
-# per GPU and thread, would hide them. Read at the first matrix product; ranks inherit it.
+# per GPU and thread, would hide them. The first matmul reads these variables; ranks inherit them.
 _WITHOUT_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 
 
@@ -40,7 +40,7 @@ def lab(count: int) -> list[torch.device]:
 
 
 def describe(count: int = 8) -> Table:
-    """A table: what this machine has, what lessons with up to ``count`` GPUs use, and why."""
+    """Return a table of what this machine has, and what lessons with up to ``count`` GPUs use and why."""
     kind, why = _choose(count)
     threads = torch.get_num_threads()
     used = f"{count} {'virtual' if kind == 'vgpu' else 'real'} GPU{'s' if count > 1 else ''}"

@@ -24,8 +24,8 @@ def expected_error(
 ) -> Iterator[Caught]:
     """Run a block that must raise ``kind``; print its message, at most ``lines`` lines long.
 
-    Every phrase must be in the message. AssertionError if the block raises nothing, or if the message
-    lacks a phrase; an error of another kind is not caught.
+    Every phrase must be in the message. Raises AssertionError if the block raises nothing, or if the message
+    lacks a phrase; an error of another kind isn't caught.
     """
     caught = Caught()
     try:

@@ -1,6 +1,7 @@
 """Six traces of training on four GPUs, each with a different fault, for lesson 16.
 
-Each has three steps after a warm-up, on shapes, in virtual time. Ranks that do the same are recorded once.
+Each trace has three steps after a warm-up, on shapes, in virtual time. Ranks that do the same are recorded
+once.
 """
 
 import base64
@@ -58,7 +59,7 @@ def write(folder: Path | str) -> dict[str, Path]:
 
 
 def downloads(paths: dict[str, Path]) -> HTML:
-    """A link for each file, which holds the file itself, packed: it works wherever Jupyter runs."""
+    """Return a link for each file, which contains the packed file itself, so it works wherever Jupyter runs."""
     links = []
     for path in paths.values():
         packed = base64.b64encode(gzip.compress(path.read_bytes())).decode()
@@ -91,7 +92,7 @@ def _trained(
     shard: bool = False,
     looks: bool = False,
 ) -> Prepare:
-    """Data-parallel training of a few blocks, in bfloat16."""
+    """Record data-parallel training of a few blocks, in bfloat16."""
 
     def prepare() -> Step:
         with torch.device("vgpu"):

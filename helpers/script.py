@@ -20,7 +20,7 @@ TORCHRUN = "python -m torch.distributed.run --standalone"
 
 
 def _files() -> list[Path]:
-    """The script in the notebooks' folder, which the learner may have modified, and its two helpers."""
+    """Return the script in the notebooks' folder, which learners may have modified, and its two helpers."""
     return [Path("train.py"), Path(gpt.__file__), Path(checkpoints.__file__)]
 
 

@@ -72,7 +72,7 @@ def _start(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A process group of its own: whatever the shell started ends with it.
+        # The shell gets its own process group, so that whatever it started ends with it.
         start_new_session=True,
     )
 
@@ -84,12 +84,12 @@ def _finish(line: str, process: subprocess.Popen[str], end_s: float) -> Result:
 
 def _stop(process: subprocess.Popen[str]) -> None:
     if hasattr(os, "killpg"):
-        # Also for a shell that has exited: what it left running is in its group.
+        # Do this for a shell that has exited, too: what it left running is in its group.
         with suppress(ProcessLookupError, PermissionError):  # macOS: only zombies are left in it
             os.killpg(process.pid, signal.SIGKILL)
     else:
         process.kill()
-    # Closes the pipes of processes whose output wasn't read to the end.
+    # This closes the pipes of processes whose output wasn't read to the end.
     process.communicate()
 
 

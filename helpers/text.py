@@ -18,17 +18,17 @@ VOCABULARY = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
 
 _NUMBERS = {letter: number for number, letter in enumerate(VOCABULARY)}
 
-# Characters in the topics beyond ASCII, and how a typewriter would write them.
+# Characters in the topics beyond ASCII, and their replacements in ASCII.
 _PLAIN = {"“": '"', "”": '"', "‘": "'", "’": "'", "–": "-", "—": "--", "…": "...", "\t": "    "}
 
 
 def encode(text: str) -> torch.Tensor:
-    """(N,) int64: the token of each letter. Raises KeyError for a letter that isn't in VOCABULARY."""
+    """Return each letter's token, (N,) int64. Raises KeyError for a letter that isn't in VOCABULARY."""
     return torch.tensor([_NUMBERS[letter] for letter in text], dtype=torch.int64)
 
 
 def decode(tokens: torch.Tensor) -> str:
-    """The text of (N,) integers."""
+    """Return the text of (N,) integers."""
     return "".join(VOCABULARY[number] for number in tokens.tolist())
 
 
@@ -37,7 +37,7 @@ def _all_letters() -> torch.Tensor:
     text = "\n\n".join(topics[name] for name in sorted(topics))
     for letter, plain in _PLAIN.items():
         text = text.replace(letter, plain)
-    # Every rank of a training run looks them up, so letter by letter would be too slow.
+    # Every rank of a training run encodes the text, so letter by letter would be too slow.
     numbers = torch.full((128,), -1)
     numbers[[ord(letter) for letter in VOCABULARY]] = torch.arange(len(VOCABULARY))
     codes = torch.frombuffer(bytearray(text.encode("ascii", "ignore")), dtype=torch.uint8)
@@ -46,7 +46,7 @@ def _all_letters() -> torch.Tensor:
 
 
 def letters(train: bool = True) -> torch.Tensor:
-    """(N,) int64: the letters of all topics, in the order of their names.
+    """Return the letters of all topics, in the order of their names, as (N,) int64.
 
     ``train=True`` is the first 90 %, more than 300,000 letters; ``train=False`` the last 10 %, for
     evaluation only. A few sentences are in both, since topics quote each other.
@@ -65,7 +65,7 @@ def batches(
     rank: int = 0,
     world_size: int = 1,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """An infinite iterator of inputs and targets, (batch_size / world_size, length) int64, for one rank.
+    """Yield one rank's inputs and targets, (batch_size / world_size, length) int64, without end.
 
     Sequences start at random positions, redrawn for each batch; a target is the letter after its input.
     ``batch_size`` counts the sequences of all ranks. The same seed gives the same sequences for any
@@ -93,7 +93,7 @@ def sample(
     temperature: float = 0.7,
     seed: int = 0,
 ) -> str:
-    """The prompt, continued by ``count`` letters sampled from the model, one after another.
+    """Continue the prompt by ``count`` letters sampled from the model, one after another.
 
     ``model`` maps (1, S) integers to (1, S, 96) logits, and sees the last ``window`` letters. A low
     temperature prefers likely letters. Sampling is on the CPU, so it depends only on the seed and the

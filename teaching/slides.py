@@ -24,7 +24,7 @@ from teaching import lessons, rendered
 
 TEMPLATES = Path(__file__).parent / "templates"
 LEFT_OUT = ("setup", "check", "hint", "solution", "given")
-# How many lines of code fit on a slide of 1200 x 800, found by trying.
+# How many lines of code fit on a slide of 1200 x 800, found by trial and error.
 LINES_A_SLIDE = 28
 FIGURE_LINES = 13
 HELD = "held_back"

@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     finally:
         if (
             is_first and not run_report.is_first_process() and not options.cluster
-        ):  # It has started.
+        ):  # the program has started
             _report(options.cuda_is_vgpu)
 
 

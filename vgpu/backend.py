@@ -1,7 +1,7 @@
-"""``vgpu.enable`` and ``vgpu.disable``: switch virtual GPUs on and off.
+"""``vgpu.enable`` and ``vgpu.disable``, which switch virtual GPUs on and off.
 
 Each module in ``_PATCHES`` has a function ``install`` that replaces names in torch; ``enable`` installs
-all of them, ``disable`` reverts them. Two things can't be undone, because torch allows each only once
+all of them, ``disable`` reverts them. Two changes can't be undone, because torch allows each only once
 per process: the name of the device type (``torch.device("vgpu:0")`` stays valid), and that
 ``torch.accelerator`` reports ``vgpu``. Tensors that are still on a virtual GPU keep working.
 ``torch.vgpu`` stays, too, and reports that no device is available, as ``torch.cuda`` does on a machine
@@ -92,11 +92,11 @@ def enable(
 ) -> Lab:
     """Make ``count`` virtual GPUs available as devices ``vgpu:0`` to ``vgpu:count-1``.
 
-    gpu: the name of a preset in hardware.py (``vgpu.PRESETS``), or a GPUSpec. memory_bytes: the capacity
-    of each GPU, instead of the preset's. link: between GPUs, a name in ``vgpu.LINKS`` or a Link, instead
-    of the preset's. Can be called again at any time; tensors stay on the devices that remain.
-    ValueError for a count that isn't 1 to 127, an unknown preset, or memory that isn't positive;
-    TypeError for a non-integer.
+    ``gpu`` is the name of a preset in hardware.py (``vgpu.PRESETS``), or a GPUSpec. ``memory_bytes``
+    overrides the preset's capacity of each GPU, and ``link``, a name in ``vgpu.LINKS`` or a Link, its link
+    between GPUs. ``enable`` can be called again at any time; tensors stay on the devices that remain.
+    Raises ValueError for a count that isn't 1 to 127, an unknown preset, or memory that isn't positive,
+    and TypeError for a non-integer.
     """
     count = _to_int(count, "count", "such as 4")
     if not 1 <= count <= 127:
@@ -124,7 +124,7 @@ def _to_int(number: int, name: str, example: str) -> int:
 def prepare() -> None:
     """Do the slowest part of ``enable`` ahead of time, without switching anything on.
 
-    For a process that others are forked from: each of them then enables in a tenth of the time.
+    This is for a process that others are forked from: each of them then enables in a tenth of the time.
     """
     if torch._C._get_privateuse1_backend_name() == _FREE_NAME:
         kernels.register_once()
@@ -168,7 +168,7 @@ def _install() -> None:
 
 
 def _name_device_type() -> None:
-    """Once per process: give PrivateUse1 its name and its module."""
+    """Give PrivateUse1 its name and its module, once per process."""
     global _named
     if _named:
         return
@@ -194,7 +194,7 @@ def _name_device_type() -> None:
 
 
 def _simulated_again(programs: tuple[Program, ...]) -> Timeline:
-    """The timeline of programs from another process, in which the device type had its name."""
+    """Simulate programs from another process, in which the device type had its name."""
     _name_device_type()
     return simulate(programs)
 
@@ -208,5 +208,5 @@ def _as_programs(timeline: Timeline) -> Any:
 
 copyreg.pickle(Timeline, _as_programs)
 
-# What torch generates for a new device type: Tensor.vgpu, Tensor.is_vgpu, Module.vgpu and so on.
+# The methods that torch generates for a new device type: Tensor.vgpu, Tensor.is_vgpu, Module.vgpu and so on.
 _methods: list[tuple[Any, str, Any]] = []

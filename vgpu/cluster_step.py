@@ -18,16 +18,16 @@ from vgpu.units import format_bytes, format_seconds
 
 @contextmanager
 def predict_second_step(**options: Any) -> Iterator[None]:
-    """Inside the block, a program is rank 0 of a cluster, and its tensors are shapes.
+    """Run the program in the block as rank 0 of a cluster, with tensors that are shapes.
 
     Recording starts after an optimizer's first step, which creates its state. After the second
-    step, the result is printed and SystemExit ends the program. options: as for ``cluster``. A
-    program that reads a value before that ends with a NoValueError, because there are no values.
+    step, the result is printed and SystemExit ends the program. ``options`` are those of ``cluster``.
+    A program that reads a value before that ends with a NoValueError, because there are no values.
     """
     timelines: list[Timeline] = []
     with ExitStack() as block:
         made = block.enter_context(cluster(**options))
-        # The group already exists; a program that creates one gets the cluster's.
+        # The group already exists; a program that creates a group gets the cluster's.
         block.enter_context(mock.patch.object(dist, "init_process_group", lambda *_, **__: None))
         block.enter_context(shapes_only())
         recording = block.enter_context(ExitStack())

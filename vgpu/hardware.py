@@ -1,8 +1,8 @@
-"""GPUs, links and networks from datasheets, and how well a matrix product fills a GPU.
+"""GPUs, links and networks from datasheets, and how well a matmul fills a GPU.
 
-To add one, add an entry to ``PRESETS``, ``LINKS`` or ``NETWORKS``; everything else reads it from
-there. The rates are the manufacturers' peaks, which no program reaches: ``CostModel`` says what
-share of each it assumes.
+To add a GPU, link or network, add an entry to ``PRESETS``, ``LINKS`` or ``NETWORKS``; everything
+else reads it from there. The rates are the manufacturers' peaks, which no program reaches:
+``CostModel`` says what share of each it assumes.
 """
 
 import math
@@ -30,7 +30,7 @@ def _check_numbers(described: Any) -> None:
             )
 
 
-# Links and networks: rates are for one direction, without protocol overhead; both directions work
+# Links and networks. Rates are for one direction, without protocol overhead; both directions work
 # at once.
 
 
@@ -54,7 +54,7 @@ class Link:
         _check_numbers(self)
 
     def among_bytes_per_s(self, count: int) -> float:
-        """The rate at which one of ``count`` GPUs can send to the others, over all links to them."""
+        """Return the rate at which one of ``count`` GPUs can send to the others, over all links to them."""
         if self.pair_bytes_per_s is None:
             return self.bandwidth_bytes_per_s
         return min(self.bandwidth_bytes_per_s, (count - 1) * self.pair_bytes_per_s)
@@ -64,10 +64,10 @@ class Link:
 class Network:
     """The adapters of one host, in one direction.
 
-    Left out: oversubscribed switches, neighbors, routes that collide. Because of those, clusters
-    stay below what their adapters allow: the Ultra-Scale Playbook (2025) measured an all-reduce of
-    256 MB on H100s at 362, 160 and 33 GB/s per GPU over 2, 4 and 64 hosts, where the adapters allow
-    400.
+    This leaves out oversubscribed switches, neighbors, and routes that collide. Because of those,
+    clusters stay below what their adapters allow: the Ultra-Scale Playbook (2025) measured an
+    all-reduce of 256 MB on H100s at 362, 160 and 33 GB/s per GPU over 2, 4 and 64 hosts, where the
+    adapters allow 400.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Network:
         _check_numbers(self)
 
     def bytes_per_s_per_gpu(self, gpus_per_host: int) -> float:
-        """A GPU's share of its host's adapters, if all GPUs of the host send at once."""
+        """Return a GPU's share of its host's adapters, if all GPUs of the host send at once."""
         adapters = gpus_per_host if self.adapters_per_host is None else self.adapters_per_host
         return adapters * self.adapter_bytes_per_s / gpus_per_host
 
@@ -162,10 +162,10 @@ GIB = 2**30
 class GPUSpec:
     """One GPU as PyTorch sees it (a K80 board holds two).
 
-    ``memory_bytes`` reads the datasheet's gigabytes as GiB, which is how boards are built. Left
-    out: the few hundred MiB that the driver reserves.
+    ``memory_bytes`` reads the datasheet's gigabytes as GiB, which is how boards are built, and
+    ignores the few hundred MiB that the driver reserves.
 
-    FLOP/s of a type are for dense matrices; None if the GPU's tensor cores don't support it.
+    FLOP/s of a type are for dense matrices; None if the GPU's tensor cores don't support the type.
     """
 
     name: str
@@ -191,8 +191,8 @@ class GPUSpec:
         return self.compute_capability >= (8, 0)
 
 
-# Since the A100, datasheets also give twice the tensor cores' rates, for matrices with two zeros in
-# every four entries. Those of the H100 and H200 give only these: 989 TFLOP/s for TF32, 1979 for
+# Since the A100, datasheets also give doubled rates of the tensor cores, for matrices with two zeros
+# in every four entries. Those of the H100 and H200 give only these: 989 TFLOP/s for TF32, 1979 for
 # float16 and bfloat16, 3958 for float8. So do Blackwell's, some of which add up all GPUs of a board
 # or a rack. Compute capabilities are from https://developer.nvidia.com/cuda-gpus.
 _HOPPER = GPUSpec(
@@ -309,20 +309,20 @@ PRESETS: dict[str, GPUSpec] = {
 
 
 def get_spec(gpu: str | GPUSpec) -> GPUSpec:
-    """A preset by name, a GPU in a TOML file by its path, or the given spec itself.
+    """Return a preset by name, a GPU in a TOML file by its path, or the given spec itself.
 
-    A ValueError lists the presets, or says what's wrong with the file.
+    Raises a ValueError that lists the presets, or says what's wrong with the file.
     """
     return _get(GPUSpec, PRESETS, gpu)
 
 
 def get_link(link: str | Link) -> Link:
-    """As ``get_spec``, for a link."""
+    """Do the same as ``get_spec`` for a link."""
     return _get(Link, LINKS, link)
 
 
 def get_network(network: str | Network) -> Network:
-    """As ``get_spec``, for a network."""
+    """Do the same as ``get_spec`` for a network."""
     return _get(Network, NETWORKS, network)
 
 
@@ -341,7 +341,7 @@ def _get(kind: type[_Preset], presets: Mapping[str, _Preset], wanted: str | _Pre
 
 
 def _read(kind: type[_Preset], presets: Mapping[str, _Preset], path: Path) -> _Preset:
-    """The object that a file describes by its fields; ``like`` names a preset that has the others."""
+    """Return the object that a file describes by its fields; ``like`` names a preset for the others."""
     try:
         given: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
         base = vars(_get(kind, presets, given.pop("like"))) if "like" in given else {}
@@ -361,11 +361,11 @@ def _read(kind: type[_Preset], presets: Mapping[str, _Preset], path: Path) -> _P
         raise ValueError(f"{path} describes no {kind.__name__}: {text}") from error
 
 
-# How well a matrix product fills a GPU
+# How well a matmul fills a GPU
 
 
 class Product(NamedTuple):
-    """(batch, rows, inner) by (batch, inner, columns)."""
+    """A matmul of (batch, rows, inner) by (batch, inner, columns)."""
 
     batch: int
     rows: int
@@ -374,13 +374,13 @@ class Product(NamedTuple):
     written_bytes: int  # of the result
 
 
-# From cublasLtMatmulTile_t, in both orientations.
+# Tile sizes from cublasLtMatmulTile_t, in both orientations.
 _SIDES = ((256, 128), (128, 128), (128, 64), (64, 64), (64, 32), (32, 32))
 TILES = sorted({tile for sides in _SIDES for tile in (sides, sides[::-1])}, reverse=True)
 
 # The L2 cache can feed an A100's tensor cores if they do at least 43 FLOPs per byte, and a V100's
 # at 40 (312 and 125 TFLOP/s; 7.2 and 3.1 TB/s, which is 5120 and 2048 bytes per clock: NVIDIA A100
-# whitepaper). The same is assumed for other GPUs; float32 units need a tenth of it.
+# whitepaper). The same is assumed for other GPUs; float32 units need a tenth of that.
 _FLOP_PER_BYTE = 43
 
 _STEP = 64  # the smallest part of a sum: how far 16-bit kernels advance along it at once
@@ -394,7 +394,7 @@ def product_seconds(
     multi_processors: int,
     on_tensor_cores: bool,
 ) -> float:
-    """The time of a matrix product with the best tile size: it's cut into tiles, one per thread block.
+    """Return the time of a matmul with the best tile size: it's cut into tiles, one per thread block.
 
     Tiles at the edges compute values that aren't needed, and the last wave takes as long as a full
     one. A tile is first summed, then written, and its multiprocessor computes nothing while it
@@ -402,16 +402,16 @@ def product_seconds(
     more per FLOP. If there are too few tiles, each sum is split into parts (split-K), which are
     written as float32 and added.
 
-    arithmetic_s: the time with all multiprocessors busy from start to finish. read_s: the time to
-    read the factors from memory. Sums must not be empty. Left out: several tiles at once on a
-    multiprocessor, thread block clusters, blocks that write one tile while they compute the next
-    (CUTLASS's ping-pong kernels on Hopper), and sizes that aren't a multiple of 16 bytes.
+    ``arithmetic_s`` is the time with all multiprocessors busy from start to finish, ``read_s`` the
+    time to read the factors from memory. Sums must not be empty. The model leaves out several tiles
+    at once on a multiprocessor, thread block clusters, blocks that write one tile while they compute
+    the next (CUTLASS's ping-pong kernels on Hopper), and sizes that aren't a multiple of 16 bytes.
 
     Source: NVIDIA, Matrix Multiplication Background User's Guide.
     """
     batch, rows, inner, columns, written_bytes = product
     elements = batch * rows * columns
-    element_s = arithmetic_s * multi_processors / elements  # on one of them
+    element_s = arithmetic_s * multi_processors / elements  # on one multiprocessor
 
     def all_times() -> Iterator[float]:
         for height, width in TILES:

@@ -1,13 +1,12 @@
 """One training iteration of DataParallel and of DistributedDataParallel, in virtual time.
 
-Both run PyTorch's own code, on shapes. DataParallel is one process whose threads queue for the
-interpreter's lock, which each launch in the forward pass holds for part of its time
-(``CostModel.locked_share``); every iteration broadcasts the parameters from GPU 0 and adds up the
-gradients there. In DDP, one rank of a virtual cluster, with its share of the batch, stands for all;
-each has its own process, and all-reduces a bucket of gradients as soon as the backward pass has
-filled it.
+Both run PyTorch's own code, on shapes. DataParallel is one process whose threads queue for the GIL,
+which each launch in the forward pass holds for part of its time (``CostModel.locked_share``); every
+iteration broadcasts the parameters from GPU 0 and adds up the gradients there. In DDP, one rank of
+a virtual cluster, with its share of the batch, stands for all; each rank has its own process, and
+all-reduces a bucket of gradients as soon as the backward pass has filled it.
 
-Left out: for DDP, ranks that are out of step; for DataParallel, copying parameters into the
+For DDP, this leaves out ranks that are out of step; for DataParallel, copying parameters into the
 broadcast's buffers.
 """
 
@@ -37,10 +36,10 @@ def data_parallel_iteration(
     loss_of: LossOf = nn.functional.mse_loss,
     **changes: Any,
 ) -> Timeline:
-    """One iteration of nn.DataParallel on ``count`` of the enabled GPUs.
+    """Predict an iteration of nn.DataParallel on ``count`` of the enabled GPUs.
 
-    inputs_size and targets_size: sizes of the whole batch. changes: fields of CostModel, as in
-    record().
+    ``inputs_size`` and ``targets_size`` are those of the whole batch; ``changes`` are fields of
+    CostModel, as in ``record()``.
     """
     with shapes_only():
         model = nn.DataParallel(make_model().to(_gpu(0)), list(range(count)))
@@ -66,11 +65,11 @@ def ddp_iteration(
     bucket_bytes: int | None = None,
     **changes: Any,
 ) -> Timeline:
-    """One iteration of DDP on ``world_size`` GPUs of the enabled model, one process each.
+    """Predict an iteration of DDP on ``world_size`` GPUs of the enabled model, one process each.
 
-    inputs_size and targets_size: sizes of the whole batch, whose first dimension must be divisible
-    by ``world_size``. bucket_bytes: None means DDP's default, 25 MiB, and 1 MiB for the first
-    bucket.
+    ``inputs_size`` and ``targets_size`` are those of the whole batch, whose first dimension must be
+    divisible by ``world_size``. If ``bucket_bytes`` is None, DDP's default applies: 25 MiB, and
+    1 MiB for the first bucket.
     """
     if inputs_size[0] % world_size:
         raise ValueError(f"{world_size} ranks can't share {inputs_size[0]} samples evenly")

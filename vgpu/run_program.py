@@ -1,4 +1,4 @@
-"""Runs a script or module with virtual GPUs, which the processes that it starts have, too.
+"""Runs a script or module with virtual GPUs, as well as the processes that it starts.
 
 The program sees what it would see under ``python script.py``: ``__main__`` is the script,
 ``sys.argv`` and ``sys.path`` are its own, and processes started by multiprocessing find it.
@@ -41,7 +41,7 @@ class ProgramSettings:
     """Names of packages that override the choice of ``cuda_is_vgpu.Finder``."""
     summary: bool = False
     cluster: tuple[int, int] | None = None
-    """Hosts and GPUs per host: the program is rank 0 until its second step is recorded."""
+    """Hosts and GPUs per host; the program is rank 0 until its second step is recorded."""
     network: str = "InfiniBand NDR"
 
     def prepare(self) -> None:
@@ -56,7 +56,7 @@ class ProgramSettings:
         run_report.begin()
 
     def place(self) -> AbstractContextManager[None]:
-        """The context that the program runs in."""
+        """Return the context manager that the program runs in."""
         if self.cluster is None:
             return nullcontext()
         hosts, each = self.cluster
@@ -69,7 +69,7 @@ class ProgramSettings:
         )
 
     def options(self) -> list[str]:
-        """The equivalent options of ``python -m vgpu``."""
+        """Return the equivalent options of ``python -m vgpu``."""
         found = [f"--count={self.count}", f"--gpu={self.gpu}"]
         if self.memory_bytes is not None:
             found.append(f"--memory={self.memory_bytes}B")
@@ -80,7 +80,7 @@ class ProgramSettings:
         return found + [f"--not-read={name}" for name in self.not_read]
 
     def _let_children_have_them(self) -> None:
-        """Python runs the sitecustomize.py in a folder of PYTHONPATH when it starts."""
+        """Add a folder to PYTHONPATH whose sitecustomize.py Python runs when it starts."""
         folder, ours = Path(__file__).parent / "for_children", Path(__file__).parents[1]
         path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         wanted = [str(folder), *filter(None, path), str(ours)]
@@ -112,7 +112,7 @@ def run_script(path: Path, settings: ProgramSettings) -> None:
 def run_module(name: str, settings: ProgramSettings) -> None:
     """Run a module, or a package's ``__main__``, as ``python -m`` does.
 
-    Raises ModuleNotFoundError if it doesn't exist.
+    Raises ModuleNotFoundError if the module doesn't exist.
     """
     sys.excepthook = _show_own_frames
     _put_first_in_path(os.getcwd())
@@ -120,7 +120,7 @@ def run_module(name: str, settings: ProgramSettings) -> None:
     if importlib.util.find_spec(name) is None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     if name.partition(".")[0] == "pytest" and settings.cuda_is_vgpu:
-        # Otherwise, pytest would compile tests itself, unchanged.
+        # Otherwise, pytest itself would compile the tests, unchanged.
         options = os.environ.get("PYTEST_ADDOPTS", "").split()
         os.environ["PYTEST_ADDOPTS"] = " ".join(dict.fromkeys([*options, PLAIN_ASSERTS]))
     with settings.place():
@@ -205,9 +205,9 @@ def _run_main_again(path: str) -> None:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """``%load_ext vgpu``: from the next cell on, and in packages imported there, CUDA means virtual GPUs.
+    """Run ``%load_ext vgpu``: from the next cell on, also in packages imported there, CUDA means virtual GPUs.
 
-    Enables two of them, or VGPU_COUNT, unless ``vgpu.enable`` has been called.
+    Enables two virtual GPUs, or VGPU_COUNT, unless ``vgpu.enable`` has been called.
     """
     if not is_enabled():
         enable(int(os.environ.get("VGPU_COUNT", "2")))
@@ -218,7 +218,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """``%unload_ext vgpu``; the virtual GPUs stay, until ``vgpu.disable()``."""
+    """Run ``%unload_ext vgpu``; the virtual GPUs stay until ``vgpu.disable()``."""
     shell.ast_transformers[:] = (
         other for other in shell.ast_transformers if not isinstance(other, cuda_is_vgpu.Replacer)
     )

@@ -1,8 +1,8 @@
 """The report at the end of a run: whether it used its virtual GPUs, and where ``cuda`` was replaced.
 
-A run may have many processes: a launcher, its ranks, their workers. The first one creates a file
-and names it in the environment; every process adds a line when it exits, and the first one reads
-them all.
+A run may have many processes, such as a launcher, its ranks and their workers. The first one creates
+a file and names it in the environment; every process adds a line when it exits, and the first one
+reads all lines.
 """
 
 import functools
@@ -57,7 +57,7 @@ class Report:
         return found
 
     def unused(self, cuda_is_vgpu: bool) -> str | None:
-        """Why no virtual GPU was used, as far as is known; None if one was."""
+        """Say why no virtual GPU was used, as far as is known; return None if one was used."""
         if self.used:
             return None
         advice = "add --read {}" if cuda_is_vgpu else "add --cuda-is-vgpu"
@@ -106,7 +106,7 @@ def _at_exit() -> None:
 
 def _add_line() -> None:
     if not os.path.exists(os.environ[_FILE]):
-        return  # The first process exited before this one.
+        return  # the first process exited before this one
     with open(os.environ[_FILE], "a", encoding="utf-8") as file:
         file.write(json.dumps(_of_this_process()) + "\n")
 
@@ -118,7 +118,7 @@ def _of_this_process() -> dict[str, Any]:
 
 
 def end() -> Report:
-    """In the first process, when the program ends: the combined report."""
+    """Return the combined report, in the first process, when the program ends."""
     report = Report()
     report.add(**_of_this_process())
     file = Path(os.environ[_FILE])
@@ -129,7 +129,7 @@ def end() -> Report:
 
 
 def summary() -> str:
-    """One line for each GPU that this process used, with its peak bytes, and for each collective."""
+    """Return a line for each GPU that this process used, with its peak bytes, and for each collective."""
     lines = []
     for index in range(gpus.device_count()):
         gpu = gpus.by_index(index)

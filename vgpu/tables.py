@@ -53,7 +53,7 @@ class Table:
             "<tr>" + "".join(f"<td {style}>{self._cell(text)}</td>" for text in row) + "</tr>"
             for row in self._texts()
         )
-        # Above the table, where it's read first.
+        # Put the caption above the table, where it's read first.
         caption = f"<p>{html.escape(self.caption)}</p>" if self.caption else ""
         return f"{caption}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 

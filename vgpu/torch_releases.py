@@ -1,7 +1,7 @@
 """The supported releases of PyTorch, and everything that the library does differently on some of them.
 
-No other file checks a version. If one implementation works on every supported release, it isn't here. What
-differs, since when, and what can be removed with which release:
+No other file checks a version. If one implementation works on every supported release, it isn't here. The
+following differs, and can be removed with the release that is named:
 
 - Pipelines initialize in ``_PipelineSchedule._initialize_pipeline_distributed_state`` since 2.15, and in
   ``_warmup_p2p`` before. Remove ``votes_in_warm_up`` and ``warm_up_alone`` with 2.14.
@@ -36,7 +36,7 @@ def _written(release: tuple[int, ...]) -> str:
 
 
 def check() -> None:
-    """ImportError on a torch older than ``OLDEST``."""
+    """Raise ImportError on a torch older than ``OLDEST``."""
     if _release(torch.__version__) < OLDEST:
         raise ImportError(
             f"found torch {torch.__version__}, but virtual GPUs need {_written(OLDEST)} or newer: "
@@ -44,14 +44,14 @@ def check() -> None:
         )
 
 
-check()  # at import: the rest of the library is imported after this file
+check()  # runs at import, because the rest of the library is imported after this file
 
 
 # Names that are missing in torch
 
 
 def name_of(owner: Any, name: str) -> str:
-    """The full name, as in ``torch.nn.init.normal_``, also for a method of a class."""
+    """Return the full name, as in ``torch.nn.init.normal_``, also for a method of a class."""
     where = getattr(owner, "__module__", "") if isinstance(owner, type) else ""
     of = getattr(owner, "__qualname__", getattr(owner, "__name__", repr(owner)))
     return ".".join(filter(None, (where, of, name)))
@@ -76,8 +76,8 @@ def noting_missing(missing: list[str]) -> Iterator[None]:
 def report_missing(missing: list[str]) -> None:
     """Report in one sentence which names are missing in torch, and clear the list.
 
-    RuntimeWarning, once, on a torch newer than any tested, where the rest works without them;
-    AttributeError on a tested one, in which no name should be missing.
+    On a torch newer than any tested, where the rest works without them, that's a RuntimeWarning, given
+    once. On a tested one, in which no name should be missing, it raises AttributeError.
     """
     names = [name for name in dict.fromkeys(missing) if name not in _reported]
     missing.clear()
@@ -107,11 +107,11 @@ def votes_in_warm_up(schedule: type) -> bool:
 
 
 def warm_up_alone(schedule: Any, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
-    """``_warmup_p2p`` without the other ranks: what 2.15 does in a fake process group."""
+    """Run ``_warmup_p2p`` without the other ranks, as 2.15 does in a fake process group."""
     from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
 
     for stage in stages:
-        if not isinstance(stage, PipelineStage):  # traced, so its shapes are known
+        if not isinstance(stage, PipelineStage):  # the stage is traced, so its shapes are known
             continue
         stage._inference_mode = InferenceMode.STATIC
         if InferenceMode.needs_dynamic(stage._user_meta, has_backward):
@@ -125,9 +125,9 @@ def warm_up_alone(schedule: Any, stages: Sequence[Any], has_backward: bool, p2p_
 
 
 def widens_gradients(parameter: type, group: type) -> Callable[..., Any]:
-    """FSDP2's function that upcasts gradients which haven't been reduced yet.
+    """Return FSDP2's function that upcasts gradients which haven't been reduced yet.
 
-    parameter, group: ``FSDPParam`` and ``FSDPParamGroup``.
+    ``parameter`` is ``FSDPParam``, and ``group`` is ``FSDPParamGroup``.
     """
     if hasattr(parameter, "to_accumulated_grad_if_needed"):
         return parameter.to_accumulated_grad_if_needed  # type: ignore[no-any-return]
@@ -142,7 +142,7 @@ def name_default_backend(group: Any, kind: Any) -> None:
 
 @contextlib.contextmanager
 def redirect_stderr(target: TextIO) -> Iterator[None]:
-    """``contextlib.redirect_stderr``, also for the logs of torch and ``torch.distributed``."""
+    """Do what ``contextlib.redirect_stderr`` does, also for the logs of torch and ``torch.distributed``."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stderr(target))
         for name in ("torch", "torch.distributed"):

@@ -1,4 +1,4 @@
-"""Bytes and seconds as text that a person can read."""
+"""Formats bytes and seconds as text that a person can read, and parses bytes."""
 
 import re
 
@@ -6,7 +6,7 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Bytes with a binary prefix: ``format_bytes(1536) == "1.5 KiB"``; 1 GiB is 2**30 bytes."""
+    """Format bytes with a binary prefix: ``format_bytes(1536) == "1.5 KiB"``; 1 GiB is 2**30 bytes."""
     value = float(size_bytes)
     for unit in _BINARY[:-1]:
         if abs(value) < 1024:
@@ -16,9 +16,9 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from a text: ``parse_bytes("1.5 GiB") == 1610612736``; GB is 10**9, a number is bytes.
+    """Parse bytes: ``parse_bytes("1.5 GiB") == 1610612736``; GB is 10**9, a number is bytes.
 
-    ValueError for anything else, and for less than one byte.
+    Raises ValueError for anything else, and for less than one byte.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", text, re.IGNORECASE)
     if match is None:
@@ -32,7 +32,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_seconds(time_s: float) -> str:
-    """Seconds with the prefix that fits: ``format_seconds(0.0025) == "2.5 ms"``."""
+    """Format seconds with the prefix that fits: ``format_seconds(0.0025) == "2.5 ms"``."""
     magnitude = abs(time_s)
     if magnitude >= 120:
         minutes, seconds = divmod(round(time_s), 60)
@@ -46,5 +46,8 @@ def format_seconds(time_s: float) -> str:
 
 
 def _round(value: float) -> str:
-    """Three significant digits, without trailing zeros and without an exponent."""
+    """Round to three significant digits, or to an integer from 100 on; drop trailing zeros.
+
+    Only values below 0.0001 have an exponent.
+    """
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -14,7 +14,7 @@ _ARGUMENTS = "Keep the stub's name and arguments: the check calls it with them."
 _OF_NONE = (
     "Something there is None: a function without a return returns None, and so does list.append."
 )
-# A pattern in the error, and what to do about it; the first match counts.
+# Patterns in errors, each with what to do about it; the first match counts.
 _HINTS = (
     (r"^NameError", "Compare the spelling with the definition; then run the cells above again."),
     (r"^RecursionError", "A function that calls itself needs a case in which it doesn't."),
@@ -74,7 +74,7 @@ def own_line(error: BaseException) -> str:
 
 
 def own_line_in(message: str) -> str:
-    """The same, for a traceback in a message."""
+    """Do the same as ``own_line`` for a traceback in a message."""
     frames = re.findall(r'^\s*(?:File ")?(.+?)"?, line (\d+), in .*\n\s*(.*)$', message, re.M)
     own = [frame for frame in frames if is_learners(frame[0])]
     return f"in line {own[-1][1]} of your cell: {own[-1][2]}" if own else ""
@@ -90,7 +90,7 @@ def call_of(error: BaseException) -> str:
 
 
 def hint_for(error: BaseException, of_check: str = "") -> str:
-    """What to try, by the kind of error; ``of_check`` is the check's own hint for any error."""
+    """Return what to try, by the kind of error; ``of_check`` is the check's own hint for any error."""
     text, own = said(error), own_line(error)
     if not own and hint_in(text) == _OF_NONE:  # the learner's code doesn't show what is None
         return f"{_OF_NONE} {of_check}".rstrip()
@@ -102,7 +102,7 @@ def hint_for(error: BaseException, of_check: str = "") -> str:
 
 
 def hint_in(message: str) -> str:
-    """What to try, by an error's message; "" for an unknown error."""
+    """Return what to try, by an error's message; "" for an unknown error."""
     return next((hint for phrase, hint in _HINTS if re.search(phrase, message)), "")
 
 

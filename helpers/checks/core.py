@@ -31,11 +31,11 @@ _exercises: dict[str, "Exercise"] = {}
 
 
 class Wrong(Exception):
-    """An answer is wrong: its result, the expected one, for which input, and a hint.
+    """Says that an answer is wrong, with its result, the expected one, the input, and a hint.
 
-    yours, expected: a value, or a sentence about one. If ``expected`` isn't text, or with ``values``, text
-    is a value, too, and is quoted: '3' and 3 read differently. Two values are compared, and the verdict
-    says where they differ most.
+    ``yours`` and ``expected`` are values, or sentences about them. If ``expected`` isn't text, or with
+    ``values``, text is a value, too, and is quoted: '3' and 3 read differently. Two values are compared,
+    and the verdict says where they differ most.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Wrong(Exception):
 
 
 class _Raised(Exception):
-    """The answer raised an error, the ``__cause__``: for which input, and a hint."""
+    """Says that the answer raised an error, the ``__cause__``, for which input, and gives a hint."""
 
     def __init__(self, given: str, hint: str) -> None:
         super().__init__(hint)
@@ -206,7 +206,7 @@ def evaluate(exercise_id: str, answer: Any) -> Outcome:
 def for_input(given: Any, hint: str = "") -> Iterator[None]:
     """If anything goes wrong inside the block, the verdict says that it was for this input.
 
-    hint: for errors, and for a Wrong without a hint.
+    ``hint`` is for errors, and for a Wrong without a hint.
     """
     try:
         yield
@@ -262,7 +262,7 @@ def expect_whole_number(yours: Any, least: int, most: int, *, given: Any = None,
 
 
 def expect_number(yours: Any, expected: str, hint: str = "") -> None:
-    """Raise Wrong unless ``yours`` is an int or a float. expected: for the verdict."""
+    """Raise Wrong unless ``yours`` is an int or a float; the verdict shows ``expected``."""
     if isinstance(yours, bool) or not isinstance(yours, int | float):
         raise Wrong(yours=repr(yours), expected=expected, hint=hint)
 
@@ -272,7 +272,7 @@ def expect_gradients(
     expected: Iterable[torch.Tensor],
     hint: str = "A gradient is wrong.",
 ) -> float:
-    """Raise Wrong unless the parameters have the same gradients; returns the largest difference."""
+    """Raise Wrong unless the parameters have the same gradients; return the largest difference."""
     largest = 0.0
     for mine, theirs in zip(yours, expected, strict=True):
         assert theirs.grad is not None
@@ -291,7 +291,7 @@ def expect_gradients(
 def hint_by_value(
     yours: float, wrong: Mapping[str, float], otherwise: str, within: float = 0.01
 ) -> str:
-    """The hint whose wrong value is ``yours``, within the tolerance ``within``; if none, ``otherwise``."""
+    """Return the hint whose wrong value is ``yours``, within ``within``; if there's none, ``otherwise``."""
     hints = (hint for hint, value in wrong.items() if math.isclose(yours, value, rel_tol=within))
     return next(hints, otherwise)
 

@@ -53,7 +53,7 @@ def told_apart(yours: Any, expected: Any) -> tuple[str, str]:
 
 
 def difference(yours: Any, expected: Any) -> str:
-    """How much two values differ, and where most; "" if their descriptions already show it."""
+    """Say how much two values differ, and where most; "" if their descriptions already show that."""
     if isinstance(yours, torch.Tensor) and isinstance(expected, torch.Tensor):
         return _tensors_differ(yours, expected)
     if _are_numbers(yours, expected):
@@ -118,7 +118,7 @@ def _same(yours: Any, expected: Any) -> bool:
 
 
 def _alike(yours: Any, expected: Any) -> bool:
-    """Whether they're two tensors of the same shape, dtype and device."""
+    """Whether both are tensors of the same shape, dtype and device."""
     if not (isinstance(yours, torch.Tensor) and isinstance(expected, torch.Tensor)):
         return False
     names = ("shape", "dtype", "device")

@@ -52,8 +52,8 @@ class Guess:
     def compare(self, outcome: Any, *, within: float = 0.0, unit: str = "") -> None:
         """Show the guess next to the outcome, and record whether they agree.
 
-        within: the relative tolerance for a number; 0.25 is a quarter of the outcome. unit:
-        appended to both, such as "ms". Until the guess is made or skipped, a sentence asks for it
+        ``within`` is the relative tolerance for a number; 0.25 is a quarter of the outcome. ``unit``,
+        such as "ms", is appended to both. Until the guess is made or skipped, a sentence asks for it
         instead. Raises ValueError if the outcome has more or fewer numbers than the guess.
         """
         if not self.one_of and len(_flat(outcome)) != self.numbers:
@@ -210,8 +210,8 @@ def guess(
 ) -> Guess:
     """Ask for a prediction; if the front end has no widgets, pass it as ``value``.
 
-    guess_id: the lesson and a letter, as in "4a". one_of: the answers to choose from; without them, it
-    asks for ``numbers`` numbers. Raises ValueError for an invalid id, and as ``Guess.answer`` does.
+    ``guess_id`` is the lesson and a letter, as in "4a". ``one_of`` has the answers to choose from; without
+    it, ``numbers`` numbers are asked for. Raises ValueError for an invalid id, and as ``Guess.answer`` does.
     """
     if not _ID.fullmatch(guess_id):
         raise ValueError(f"a guess's id is a lesson and a letter, as in '4a'; found {guess_id!r}")
@@ -224,7 +224,7 @@ def guess(
 
 
 def counts() -> dict[str, tuple[int, int]]:
-    """For each lesson, such as "04": how many guesses were made, and how many were right."""
+    """Count, for each lesson, such as "04", how many guesses were made, and how many were right."""
     by_lesson: dict[str, tuple[int, int]] = {}
     for path in folder().glob(f"*{GUESS_SUFFIX}"):
         lesson = f"{int(path.name.removesuffix(GUESS_SUFFIX)[:-1]):02d}"

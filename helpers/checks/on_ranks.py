@@ -17,7 +17,7 @@ from vgpu.profiling import (
 )
 
 TIMEOUT_S = 30.0
-"""Once all ranks have joined the process group: a right answer takes long only on a busy machine."""
+"""The limit once all ranks have joined the process group; right answers come near it only on a busy machine."""
 
 GPU = "V100"
 """The virtual GPU of each rank if there aren't enough real ones."""
@@ -34,7 +34,7 @@ def on_ranks(
     given: str,
     gpu: str | None = None,
 ) -> list[Any]:
-    """``launch.run``; errors on ranks become a verdict that says where they happened."""
+    """Call ``launch.run``; errors on ranks become a verdict that says where they happened."""
     try:
         return launch.run(function, nprocs, *args, timeout_s=TIMEOUT_S, output="by rank", gpu=gpu)
     except TypeError as unsent:
@@ -74,7 +74,7 @@ def on_ranks(
 def answer_on_gpu(
     rank: int, world_size: int, answer: Callable[[torch.Tensor], Any], tensors: list[torch.Tensor]
 ) -> tuple[Any, CollectiveCalls]:
-    """On a rank with a GPU: the answer for the rank's tensor, on its GPU, and the collectives called."""
+    """On a rank with a GPU, return the answer for its tensor, on its GPU, and the collectives called."""
     tensor = tensors[rank].to(own_gpu())
     result, calls = count_collectives_on_gpu(rank, world_size, lambda *_: answer(tensor))
     if isinstance(result, torch.Tensor):
@@ -88,10 +88,10 @@ def answer_on_gpu(
 
 
 def run_backward(loss: torch.Tensor, instead: str) -> None:
-    """``loss.backward()``, on a rank. Raises ValueError if it goes through a plain collective.
+    """Call ``loss.backward()`` on a rank. Raises ValueError if it goes through a plain collective.
 
-    torch only warns: a c10d collective has no derivative, and autograd passes gradients through as if it
-    weren't there. instead: what to do, for the message.
+    torch only warns: a c10d collective has no derivative, and autograd passes gradients through as if the
+    collective weren't there. The message says what to do ``instead``.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -23,7 +23,7 @@ def folder() -> Path:
 
 
 def record_solved(exercise_id: str) -> str:
-    """Record an exercise as solved; returns a sentence if that failed, otherwise ""."""
+    """Record an exercise as solved; return a sentence if that failed, otherwise ""."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
         stamp = datetime.now(UTC).isoformat(timespec="seconds")
@@ -42,7 +42,7 @@ def solved() -> set[str]:
 
 
 def reset() -> None:
-    """Delete all progress, including guesses; prints how many exercises were solved."""
+    """Delete all progress, including guesses, and print how many exercises were solved."""
     count = len(solved())
     for suffix in (_SOLVED_SUFFIX, GUESS_SUFFIX):
         for path in folder().glob(f"*{suffix}"):

@@ -83,7 +83,7 @@ def lesson_of(notebook: Path) -> str:
 def search(
     claims: Iterable[Claim], words: str = "", verdict: str = ANY, lesson: str = ANY
 ) -> list[Claim]:
-    """The claims with all of ``words``, this verdict, and this lesson.
+    """Return the claims with all of ``words``, this verdict, and this lesson.
 
     ``words`` can be in any order, case, and inside longer words, in a claim's id, its sentence, what holds,
     and why it's believed. ``ANY`` disables a filter.
@@ -120,7 +120,7 @@ def listing(claims: Sequence[Claim]) -> Table:
 
 
 def answers(claims: Sequence[Claim]) -> Table:
-    """What is said, what holds instead, and why people believe it, with links as in ``listing``."""
+    """List claims, what holds instead, and why people believe them, with links as in ``listing``."""
     rows = [(c.id, c.claim, c.holds, c.believed) for c in claims]
     header = ("claim", "what is said", "what holds", "why people believe it")
     widths = dict.fromkeys(header[1:], "31%")

@@ -8,7 +8,7 @@ from helpers.checks import exercises, guesses, records
 from helpers.course.sections import core_and_whole
 from vgpu.tables import Table
 
-# Name and audience, and lessons; an empty tuple means all of them.
+# Each route's name and audience, and its lessons; an empty tuple means all of them.
 ROUTES = (
     ("quick: the shortest way from one GPU to many", ("00", "01", "04", "06", "07", "12")),
     ("old code: with the appendix of that name", ("02", "03", "05")),

@@ -18,7 +18,7 @@ COLLAPSED = "jp-MarkdownHeadingCollapsed"
 def core(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The cells outside of sections tagged ``more``."""
     kept = []
-    level_of_more = 0  # of the heading that is tagged; 0 outside
+    level_of_more = 0  # the level of the tagged heading; 0 outside of its section
     for cell in cells:
         heading = re.match(r"(#+) ", source(cell)) if cell["cell_type"] == "markdown" else None
         if heading and (not level_of_more or len(heading[1]) <= level_of_more):

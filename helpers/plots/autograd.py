@@ -21,8 +21,8 @@ def gradients(
     axes.plot(x, wrong, color=COLORS["vermilion"], linestyle="--", label="edited through .data")
     dots = slice(2, None, max(len(x) // 24, 1))
     if len(flat := x[slope.abs() < 1e-6]):
-        axes.text(flat.max(), 0.04, "flat: the slope is 0", ha="right", fontsize=9)
-    axes.plot(x[dots], slope[dots], "o", color=COLORS["black"], ms=4, label="slope of the values")
+        axes.text(flat.max(), 0.04, "flat: the derivative is 0", ha="right", fontsize=9)
+    axes.plot(x[dots], slope[dots], "o", color=COLORS["black"], ms=4, label="finite differences")
     axes.set(xlabel="x", ylabel="gradient dy/dx")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     title(
@@ -34,7 +34,7 @@ def gradients(
     show(
         fig,
         f"Gradient over x from {x.min():g} to {x.max():g}. The gradient written out of place goes "
-        f"through the measured slopes. The one edited through .data is off by up to "
+        f"through the measured derivatives. The one edited through .data is off by up to "
         f"{apart.max():.2f}, at {(apart > 0.01).float().mean():.0%} of the points.",
     )
 

@@ -49,7 +49,7 @@ def shares(runs: dict[int, list[tuple[torch.device, int]]]) -> None:
 def where_layers_run(ways: Mapping[str, Collection[tuple[str, str, int]]]) -> None:
     """A panel per way, a row per layer, a column per GPU: how many samples the layer sees there.
 
-    ways: name → (GPU, layer, samples), as noted by hooks.
+    ``ways`` maps a name to (GPU, layer, samples), as noted by hooks.
     """
     fig, panels = figure(1, len(ways), width=8.5, height=2.1, sharey=True, squeeze=False)
     texts = []
@@ -141,8 +141,8 @@ def four_parts(
 ) -> None:
     """One call of DataParallel as boxes with sizes: a row per GPU, time to the right.
 
-    chunks and outputs: one tensor per GPU, in order; weights: the number of parameters of each replica;
-    output: what was gathered on the first GPU. backward: draw the gradients, too.
+    ``chunks`` and ``outputs`` have one tensor per GPU, in order; ``weights`` is the number of parameters of
+    each replica, and ``output`` what was gathered on the first GPU. ``backward`` adds the gradients.
     """
     gpus = [chunk.device for chunk in chunks]
     columns = _COLUMNS if backward else _COLUMNS[:-1]
@@ -152,7 +152,7 @@ def four_parts(
         axes.text(-0.55, row, str(gpu), ha="right", va="center", fontweight="bold")
         _box(axes, 1, row, f"chunk\n{_by(chunk)}", "gray")
         what = "your model" if row == 0 else "a copy"
-        _box(axes, 2, row, f"{what}\n{weights[row]:,} weights", "blue" if row == 0 else "sky")
+        _box(axes, 2, row, f"{what}\n{weights[row]:,} parameters", "blue" if row == 0 else "sky")
         _box(axes, 3, row, f"output\n{_by(out)}", "orange")
         _arrow(axes, (0, 0), (1, row))
         _arrow(axes, (1, row), (2, row))
@@ -173,7 +173,7 @@ def four_parts(
     show(
         fig,
         f"Boxes and arrows, a row for each GPU. The batch on {gpus[0]} is scattered: {cut}. The "
-        f"model's {weights[0]:,} weights are copied from {gpus[0]} to the others. Each replica's "
+        f"model's {weights[0]:,} parameters are copied from {gpus[0]} to the others. Each replica's "
         f"output goes back to {gpus[0]}, {_by(output)} in all."
         + (
             f" In backward each GPU computes its own gradients, and they are added up on {gpus[0]}."

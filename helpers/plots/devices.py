@@ -20,7 +20,7 @@ def memories(
 ) -> None:
     """The machine's memories as boxes, each with its tensors, and copies as arrows.
 
-    copies: pairs of names, from and to. Two names for one tensor share a box.
+    ``copies`` are pairs of names, from and to. Two names for one tensor share a box.
     """
     devices = [torch.device("cpu"), *gpus]
     places = _in_memories(tensors, devices)
@@ -48,9 +48,9 @@ def memories(
 
 
 def relabeled(seen: Mapping[str, Sequence[int]], cards: int) -> None:
-    """For each value of CUDA_VISIBLE_DEVICES: the physical GPUs, and the ordinal of each.
+    """The physical GPUs for each value of CUDA_VISIBLE_DEVICES, with the ordinal of each.
 
-    seen: value → the physical GPUs of ``cuda:0``, ``cuda:1`` and so on.
+    ``seen`` maps a value to the physical GPUs of ``cuda:0``, ``cuda:1`` and so on.
     """
     fig, panels = figure(1, len(seen), width=2.5 * len(seen), height=2.5, squeeze=False)
     for axes, (value, chosen) in zip(panels.flat, seen.items(), strict=True):

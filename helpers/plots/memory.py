@@ -135,8 +135,8 @@ def against_segments(
 ) -> None:
     """Peaks against segments of several networks: {name: {segments: layer outputs at once}}.
 
-    predicted: the same by a formula, dashed. Without it, the axis of the peaks is logarithmic,
-    since networks whose layers save more are far above the others.
+    ``predicted`` has the same by a formula, drawn dashed. Without it, the axis of the peaks is
+    logarithmic, since networks whose layers save more are far above the others.
     """
     fig, axes = figure(width=8, height=3.8)
     colors = [COLORS[name] for name in ("orange", "green", "blue")]
@@ -313,7 +313,7 @@ def held_by_cause(
 def who_holds(cut: Mapping[str, Sequence[str]], gpus: int) -> None:
     """A panel for each way, with a column for each GPU: which part of each cause it holds.
 
-    cut: for each way, the causes that are sharded; the others are whole on every GPU.
+    ``cut`` has the causes that are sharded in each way; the others are whole on every GPU.
     """
     causes = ["parameters", "gradients", "optimizer state"]
     fig, grid = figure(1, len(cut), width=8.5, height=2.5, sharey=True)

@@ -21,7 +21,7 @@ _MOST_LABELS = 32  # drawing a number in each of more cells takes most of the ti
 def mesh(groups: Mapping[str, Groups], gpus_per_host: int, how: str = "counted") -> None:
     """Each dimension's groups, drawn on hosts (rows) and their GPUs (cells with their ranks).
 
-    groups: for each dimension, lists of ranks. With up to eight groups, each has a color; with
+    ``groups`` has lists of ranks for each dimension. With up to eight groups, each has a color; with
     more, only the first one, rank 0's. With more than 32 GPUs, only that group's cells are
     numbered.
     """
@@ -76,8 +76,8 @@ def _draw_groups(axes: Axes, groups: Groups, gpus_per_host: int) -> None:
 def ring_work(work: Mapping[str, Sequence[Sequence[float]]], unit: str) -> None:
     """What each rank computes in each step of a ring, one panel for each way to split a sequence.
 
-    work: for each way, ``[rank][step]`` in ``unit``. Below each step is the maximum over the ranks: the
-    others wait for that rank.
+    ``work`` has ``[rank][step]`` in ``unit`` for each way. Below each step is the maximum over the ranks:
+    the others wait for that rank.
     """
     fig, panels = figure(1, len(work), width=1.2 + 3.2 * len(work), height=3.1, squeeze=False)
     most = max(max(row) for rows in work.values() for row in rows)

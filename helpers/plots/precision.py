@@ -14,7 +14,7 @@ _ORDER = [COLORS[n] for n in ("black", "gray", "blue", "orange", "green", "vermi
 def formats(counts: Mapping[str, Mapping[int, int]]) -> None:
     """Range on the x axis, precision on the y axis: how many numbers each format has per power of two.
 
-    counts: format → {exponent e: how many of its numbers are between 2^e and 2^(e + 1)}.
+    ``counts`` maps a format to {exponent e: how many of its numbers are between 2^e and 2^(e + 1)}.
     """
     fig, axes = figure(width=8, height=3.8)
     summary = []
@@ -58,7 +58,8 @@ def errors_by_ranks(
 ) -> None:
     """The relative error of a sum by the number of ranks, a line for each way to add.
 
-    errors: way → {ranks: error}. measured: name → (ranks, error) of real all-reduces, as points.
+    ``errors`` maps a way to {ranks: error}; ``measured`` maps a name to the (ranks, error) of real
+    all-reduces, drawn as points.
     """
     fig, axes = figure(width=7.5, height=3.6)
     looks = zip(("vermilion", "blue", "orange", "sky"), ("o-", "s-", "o--", "s--"), strict=True)

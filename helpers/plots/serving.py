@@ -13,7 +13,7 @@ def forwards(
 ) -> None:
     """Milliseconds of one forward pass by its number of tokens, above the two lines of a roofline.
 
-    times_s, arithmetic_s: tokens → seconds; memory_s: to read all weights once.
+    ``times_s`` and ``arithmetic_s`` map tokens to seconds; ``memory_s`` is the time to read all weights.
     """
     fig, axes = figure(width=7.5, height=3.6)
     tokens = list(times_s)
@@ -53,7 +53,7 @@ def latency_and_throughput(
 ) -> None:
     """Tokens/s of all sequences over the milliseconds that each waits for its next token.
 
-    curves: name → points of batch, seconds per token, tokens/s; some are labeled with the batch.
+    ``curves`` maps a name to points of batch, seconds per token and tokens/s; some show their batch.
     """
     fig, axes = figure(width=7.5, height=3.8)
     for (name, points), color in zip(curves.items(), SERIES, strict=False):
@@ -77,8 +77,8 @@ def latency_and_throughput(
 def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]]) -> None:
     """Three panels over the number of requests per second, with a line for each way to serve.
 
-    results: name → {rate: seconds to the first token, longest gap between tokens, tokens/s}; the
-    seconds are 95th percentiles over the users.
+    ``results`` maps a name to {rate: seconds to the first token, longest gap between tokens, tokens/s};
+    the seconds are 95th percentiles over the users.
     """
     fig, panels = figure(1, 3, width=9.5, height=3.4)
     labels = ("time to first token (s)", "longest gap (s)", "tokens/s, all users")
@@ -108,7 +108,8 @@ def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]]) ->
 def token_times(streams: Mapping[str, Sequence[float]], arrival_s: float) -> None:
     """A tick for each token of one user, in a row for each way to serve; another's prompt as a line.
 
-    streams: name → when each token comes, in seconds; arrival_s: when the other user's long prompt comes.
+    ``streams`` maps a name to each token's time in seconds; the other user's long prompt comes at
+    ``arrival_s``.
     """
     fig, axes = figure(width=7.5, height=0.9 + 0.45 * len(streams))
     names = list(streams)[::-1]

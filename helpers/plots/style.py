@@ -76,7 +76,7 @@ def title(axes: Axes, message: str, how: str) -> None:
 
 
 def headline(fig: Figure, message: str, how: str) -> None:
-    """As ``title``, for a figure with several panels."""
+    """Do the same as ``title`` for a figure with several panels."""
     fig.suptitle(f"{message} · {how}", x=0.01, ha="left", fontsize=11, fontweight="bold")
 
 
@@ -91,7 +91,8 @@ def stacked_bars(
 ) -> list[float]:
     """A stacked bar at each of ``places``, with the parts in ``sizes``.
 
-    sizes: part → its size at each place. across: horizontal bars. Returns the end of each bar.
+    ``sizes`` maps a part to its size at each place; ``across`` draws horizontal bars. Returns the end of
+    each bar.
     """
     ends = [0.0] * len(places)
     draw: Any = axes.barh if across else axes.bar
@@ -129,8 +130,8 @@ def arrow(
 def show(fig: Figure, alt: str) -> None:
     """Show a finished figure with its alternative text, and close it.
 
-    alt: what a reader who can't see the figure should know: its kind, what it shows, and the numbers that
-    matter, in one to three sentences. Raises ValueError for less than a sentence.
+    ``alt`` says what a reader who can't see the figure should know: its kind, what it shows, and the numbers
+    that matter, in one to three sentences. Raises ValueError for less than a sentence.
     """
     if len(alt.split()) < 5:
         raise ValueError(f"alternative text says what a figure shows in a sentence, got {alt!r}")

@@ -39,10 +39,11 @@ def timeline(
 ) -> None:
     """Draw a recording, one lane for each stream of each GPU, under a title that says ``message``.
 
-    host: whether to add a lane for the host's waits. until_s: the end of the axis, so that several
-    recordings can share one scale. devices: the GPUs to draw; by default, all. lane_names: what to
-    call the lanes, from the top. Without ``axes``, a figure is created and shown. Further streams whose bars would all be hairlines are left out, and
-    the line below the title says how many.
+    ``host`` adds a lane for the host's waits. ``until_s`` is the end of the axis, so that several
+    recordings can share one scale. ``devices`` are the GPUs to draw, by default all of them.
+    ``lane_names`` are the lanes' names, from the top. Without ``axes``, a figure is created and shown.
+    Further streams whose bars would all be hairlines are left out, and the line below the title says
+    how many.
     """
     end_s = until_s or record.makespan_s or 1.0
     lanes, left_out = visible(lanes_of(record, host, devices), end_s)
@@ -53,8 +54,8 @@ def timeline(
         return
     height = _TOP + _LANE * len(lanes) + _BOTTOM
     fig, axes = figure(width=8.5, height=height)
-    # At the same place in each figure, and with figures of equal width, so that two can be
-    # compared.
+    # The axes are at the same place in each figure, and figures have the same width, so that two can
+    # be compared.
     fig.set_layout_engine("none")
     axes.set_position((0.15, _BOTTOM / height, 0.67, 1 - (_TOP + _BOTTOM) / height))
     fig.add_artist(Rectangle((0, 0), 1, 1, transform=fig.transFigure, fill=False, linewidth=0))

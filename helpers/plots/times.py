@@ -23,7 +23,7 @@ def split_sizes(
 ) -> None:
     """Seconds by split size: a predicted curve, and the published points.
 
-    The largest size in ``predicted_s`` is the whole batch. one_gpu_s: the published time on one
+    The largest size in ``predicted_s`` is the whole batch. ``one_gpu_s`` is the published time on one
     GPU, drawn as a horizontal line.
     """
     sizes = sorted(predicted_s)
@@ -138,7 +138,7 @@ def parts_of(timeline: Timeline) -> tuple[float, float]:
 def gained(times_s: Mapping[int, Mapping[int, float]], message: str, how: str) -> None:
     """A line for each number of GPUs: the speedup over one GPU, by the width of the layer.
 
-    times_s: width → {number of GPUs: seconds}, with 1 among the numbers.
+    ``times_s`` maps a width to {number of GPUs: seconds}, with 1 among the numbers.
     """
     fig, axes = figure(width=6.5, height=3.4)
     widths = sorted(times_s)
@@ -164,7 +164,7 @@ def gained(times_s: Mapping[int, Mapping[int, float]], message: str, how: str) -
 def speedups(times_s: Mapping[str, Mapping[int, float]], gpu: str) -> None:
     """A line for each network: how many times as fast as one GPU; dotted is linear scaling.
 
-    times_s: network → {number of GPUs: seconds of a step}, with 1 among the numbers.
+    ``times_s`` maps a network to {number of GPUs: seconds of a step}, with 1 among the numbers.
     """
     fig, axes = figure(width=7.5, height=3.2)
     counts = list(next(iter(times_s.values())))
@@ -196,7 +196,7 @@ def speedups(times_s: Mapping[str, Mapping[int, float]], gpu: str) -> None:
 def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, int]) -> None:
     """Million tokens/s by the number of GPUs, with a line for each network; dotted: linear scaling.
 
-    tokens: for each number of GPUs, the tokens that each of them has per step.
+    ``tokens`` has, for each number of GPUs, the tokens that each of them has per step.
     """
     fig, axes = figure(width=7.5, height=3.6)
     counts = list(tokens)
@@ -231,7 +231,8 @@ def goodput(
 ) -> None:
     """Goodput by the interval between checkpoints, for several numbers of GPUs.
 
-    shares: GPUs → {interval in seconds: (by formula, simulated)}. best_s: GPUs → the square root.
+    ``shares`` maps GPUs to {interval in seconds: (by formula, simulated)}, and ``best_s`` maps GPUs to
+    the square root.
     """
     fig, axes = figure(width=7.5, height=3.4)
     for (gpus, points), color in zip(shares.items(), SERIES, strict=False):

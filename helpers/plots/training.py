@@ -73,7 +73,7 @@ def _run(model: nn.Module, inputs: torch.Tensor) -> list[tuple[str, torch.Size, 
 def learning_curves(history: Sequence[Mapping[str, float]], device: object) -> None:
     """Loss and accuracy over the epochs of one run, side by side.
 
-    history: one record per epoch, with "train_loss", "test_loss" (nats) and "test_accuracy" (0 to 1).
+    ``history`` has a record per epoch, with "train_loss", "test_loss" (nats) and "test_accuracy" (0 to 1).
     """
     epochs = range(1, len(history) + 1)
     fig, (left, right) = figure(1, 2)
@@ -108,7 +108,7 @@ def digit_grid(images: torch.Tensor, titles: Sequence[str], columns: int = 8) ->
     fig, axes = figure(rows, columns, width=1.05 * columns, height=1.3 * rows, squeeze=False)
     for cell in axes.flat:
         cell.set_axis_off()
-    # Like ink on paper; in the data, digits are bright on a dark background.
+    # Draw them like ink on paper; in the data, digits are bright on a dark background.
     for cell, image, text in zip(axes.flat, images.cpu(), titles, strict=False):
         cell.imshow(image, cmap="gray_r")
         cell.set_title(text, fontsize=9, loc="center")
@@ -124,8 +124,8 @@ def resumed_curves(
 ) -> None:
     """The loss per step of an uninterrupted run, and of runs resumed after ``stopped_after`` steps.
 
-    resumed: label → all losses of that run, from the first step on (nats). The lower panel shows
-    how far each is from the uninterrupted run.
+    ``resumed`` maps a label to all losses of that run, from the first step on (nats). The lower panel
+    shows how far each is from the uninterrupted run.
     """
     fig, (above, below) = figure(2, 1, height=4.6, sharex=True)
     above.plot(whole, color="#BBBBBB", linewidth=6, label="never stopped")
@@ -173,7 +173,7 @@ def learned(losses: torch.Tensor, vocabulary: int) -> None:
 def by_batch(learned: Mapping[tuple[str, int], Sequence[float]]) -> None:
     """The loss after the same number of epochs, for each way to set the learning rate and each batch size.
 
-    learned: (way, batch) → the losses of several seeds.
+    ``learned`` maps (way, batch) to the losses of several seeds.
     """
     fig, axes = figure(width=7.5, height=3.4)
     batches = sorted({batch for _, batch in learned})

@@ -81,7 +81,7 @@ def explore(inner: str, outer: str, cut: str) -> None:
 
 
 def graph_explorer() -> widgets.VBox:
-    """Two dropdowns around ``explore``."""
+    """Put two dropdowns around ``explore``."""
     options = [(f"h = {inner};  y = {outer}", (inner, outer)) for inner, outer in EXPRESSIONS]
     wide: Any = {"width": "30em"}
     controls = {
@@ -95,7 +95,7 @@ def graph_explorer() -> widgets.VBox:
 def _evaluate(
     inner: str, outer: str, cut: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """y, h, and the leaves by name; the graph is cut at ``h`` unless ``cut`` is None."""
+    """Return y, h, and the leaves by name; the graph is cut at ``h`` unless ``cut`` is None."""
     numbers = {"x": (0.5, 1.0, 1.5), "w": (1.0, -1.0, 0.5), "v": (2.0, 1.0, -1.0)}
     leaves = {name: torch.tensor(data, requires_grad=True) for name, data in numbers.items()}
     with torch.set_grad_enabled(cut != "no_grad()"):

@@ -38,8 +38,8 @@ def claims_explorer(ledger: Sequence[Claim]) -> ipywidgets.Widget:
     shown = ipywidgets.Output()
 
     def answer(_: Any = None) -> None:
-        # Set, not captured: nbclient sends captured output back to the kernel and can then miss
-        # the reply to a quick cell (jupyter/nbclient#312).
+        # The output is set, not captured: nbclient sends captured output back to the kernel and can
+        # then miss the reply to a quick cell (jupyter/nbclient#312).
         matches = findings(ledger, words.value, verdict.value, lesson.value)
         shown.outputs = tuple(map(_output, matches))
 

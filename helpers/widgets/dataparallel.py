@@ -61,7 +61,7 @@ def show_parts(
 ) -> None:
     """Draw one call of nn.DataParallel on ``gpus``, with the sizes that its replicas saw.
 
-    ``module`` is on the first of ``gpus`` and is not changed. backward: draw its gradients, too.
+    ``module`` is on the first of ``gpus`` and isn't changed. ``backward`` adds its gradients.
     """
     names = [name for name, _ in module.named_parameters()]
     seen = {}

@@ -27,7 +27,10 @@ NETWORKS = ("InfiniBand NDR", "InfiniBand HDR", "InfiniBand EDR", "Ethernet 100"
 
 
 def plan_of(tp: int, dp_replicate: int, batch: int, recompute: str) -> Plan:
-    """dp_shard follows from the number of GPUs; ValueError if the sizes don't divide it."""
+    """Return a plan whose dp_shard follows from the number of GPUs.
+
+    Raises ValueError if the sizes don't divide that number.
+    """
     if GPUS % (tp * dp_replicate):
         raise ValueError(f"tp {tp} × dp_replicate {dp_replicate} do not divide {GPUS} GPUs")
     layout = Layout(dp_replicate, GPUS // (tp * dp_replicate), tp)
@@ -36,12 +39,12 @@ def plan_of(tp: int, dp_replicate: int, batch: int, recompute: str) -> Plan:
 
 @cache
 def answer(plan: Plan) -> ExtrapolatedStep:
-    """The plan's step; cached."""
+    """Return the plan's step, which is cached."""
     return extrapolate(plan)
 
 
 def answer_table(found: ExtrapolatedStep, network: str) -> Table:
-    """Speed, time by cause, and whether it fits."""
+    """Return a table of speed, time by cause, and whether the plan fits."""
     room = found.plan.spec.memory_bytes
     allocated = sum(found.bytes_by_cause.values())
     seconds = found.seconds(network=network)

@@ -25,15 +25,15 @@ Function = Callable[..., None]
 Controls = Mapping[str, ipywidgets.Widget]
 Few = Mapping[str, Sequence[Any]]
 
-# By the id of its output, every explorer whose answers haven't been computed yet.
+# Every explorer whose answers haven't been computed yet, by the id of its output.
 _explorers: dict[str, tuple[Function, Controls, Few]] = {}
 
 
 def live(function: Function, controls: Controls, few: Few | None = None) -> ipywidgets.Output:
-    """An output that follows ``controls``: ``function`` is called with their values, by name.
+    """Return an output that follows ``controls``: ``function`` is called with their values, by name.
 
-    What it displays comes before what it prints; an error is shown with its traceback. ``few`` has, for
-    some controls, the values that a page without a kernel offers. It replaces
+    What ``function`` displays comes before what it prints; an error is shown with its traceback. ``few`` has,
+    for some controls, the values that a page without a kernel offers. This replaces
     ``ipywidgets.interactive_output``, whose output is sent to the notebook and back to the kernel: nbclient
     can then miss the end of a cell and wait forever (jupyter/nbclient#312).
     """
@@ -41,7 +41,7 @@ def live(function: Function, controls: Controls, few: Few | None = None) -> ipyw
 
     def answer(_: Any = None) -> None:
         values = {name: control.value for name, control in controls.items()}
-        # All at once, so that the page doesn't flicker.
+        # Set all outputs at once, so that the page doesn't flicker.
         shown.outputs = tuple(_outputs(function, values))
 
     for control in controls.values():
@@ -117,9 +117,9 @@ def answers(function: Function, controls: Controls, few: Few) -> dict[str, Any]:
 def offered(controls: Controls, few: Few) -> dict[str, list[tuple[str, Any]]]:
     """Each control's values for a page without a kernel, as text and value.
 
-    Those in ``few``; for other controls at most FEW_VALUES, including the first, the last and the current
-    one. Raises ValueError for a value that a control doesn't have, if the current value is missing, or for
-    more than MOST_ANSWERS combinations.
+    These are the values in ``few``; for other controls, at most FEW_VALUES, including the first, the last and
+    the current one. Raises ValueError for a value that a control doesn't have, if the current value is missing,
+    or for more than MOST_ANSWERS combinations.
     """
     values_of = {}
     for name, control in controls.items():
@@ -146,14 +146,14 @@ def _choices(control: ipywidgets.Widget) -> list[tuple[str, Any]]:
     if isinstance(control, ipywidgets.IntSlider):
         return [(str(n), n) for n in range(control.min, control.max + 1, control.step)]
     options = list(control.options)
-    # As ipywidgets reads them: pairs are words and value, if all are pairs.
+    # Read options as ipywidgets does: if all are pairs, they're words and value.
     if all(isinstance(option, tuple | list) and len(option) == 2 for option in options):
         return [(str(words), value) for words, value in options]
     return [(str(option), option) for option in options]
 
 
 def _spread(values: list[Any], now: int) -> list[Any]:
-    """FEW_VALUES of them, evenly from the first to the last; the one nearest ``now`` gives way."""
+    """Pick FEW_VALUES values, evenly from the first to the last, and ``now`` in place of the nearest one."""
     last = len(values) - 1
     if last < FEW_VALUES:
         return values

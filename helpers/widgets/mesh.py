@@ -1,7 +1,7 @@
 """Explorer of meshes of 64 GPUs: sizes and order of dimensions to groups, bytes on links, and time.
 
-The model is Llama 70B with sequences of 8192 tokens, trained on H100s, eight per host; estimated by
-``vgpu.plan.estimate``.
+The model is Llama 70B with sequences of 8192 tokens, trained on H100s, eight per host. The estimates are
+those of ``vgpu.plan.estimate``.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def mesh_sizes(
 ) -> dict[str, int]:
     """The sizes of all dimensions, innermost first; ``data`` follows from the number of GPUs.
 
-    ValueError if the sizes don't divide it.
+    Raises ValueError if the sizes don't divide that number.
     """
     others = tensor * context * pipeline
     if GPUS % others:
@@ -47,9 +47,9 @@ def answer(
     gpus_per_host: int = GPUS_PER_HOST,
     **shares: float,
 ) -> MeshStep:
-    """A step of Llama 70B on the mesh; efficiencies are those of ``CostModel``.
+    """Estimate a step of Llama 70B on the mesh; efficiencies are those of ``CostModel``.
 
-    ValueError for sizes that don't divide.
+    Raises ValueError for sizes that don't divide the model.
     """
     cost = vgpu.CostModel(
         vgpu.PRESETS[GPU],

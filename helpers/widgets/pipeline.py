@@ -1,7 +1,7 @@
 """Explorer of pipelines: stages, micro-batches and a schedule to a timeline, bubble, and memory per device.
 
-Times are in units, or virtual time on a chosen GPU: then the network is a transformer, one layer is recorded
-on one GPU, as shapes, and the schedule is simulated with its cost.
+Times are in units, or virtual time on a chosen GPU. In the latter case, the network is a transformer, one
+layer is recorded on one GPU, as shapes, and the schedule is simulated with its cost.
 """
 
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ _UNITS = "units of time"
 class LayerCost:
     """One layer of the transformer, for one micro-batch, on one GPU: virtual time and bytes.
 
-    forward_s and backward_s include launches: each GPU has its own process. activation_bytes: saved by
-    forward for backward. output_bytes: sent to the next stage.
+    ``forward_s`` and ``backward_s`` include launches: each GPU has its own process. Forward saves
+    ``activation_bytes`` for backward, and ``output_bytes`` are sent to the next stage.
     """
 
     forward_s: float
@@ -58,7 +58,7 @@ class Answer:
 
     @property
     def layers(self) -> int:
-        """Layers of each device."""
+        """The number of layers of each device."""
         return LAYERS // self.simulated.schedule.devices
 
     @property
@@ -68,7 +68,7 @@ class Answer:
         return self.simulated.schedule.devices * sum(box.end - box.start for box in row)
 
     def peak_bytes(self) -> list[int]:
-        """Parameters, gradients, optimizer state, and the activations in flight."""
+        """Each device's bytes of parameters, gradients, optimizer state, and activations in flight."""
         assert self.cost is not None
         held = self.layers * self.cost.parameters * BYTES_PER_PARAMETER
         chunk = self.layers * self.cost.activation_bytes // self.simulated.schedule.chunks
@@ -98,8 +98,8 @@ def answer(kind: str, devices: int, micro_batches: int, gpu: str | None = None) 
 
 @cache
 def layer_cost(gpu: str, sequences: int) -> LayerCost:
-    """One transformer layer, forward and backward, in virtual time on one GPU of that name."""
-    # Recorded one layer at a time, so a whole network doesn't have to fit.
+    """Record one transformer layer, forward and backward, in virtual time on one GPU of that name."""
+    # Only one layer is recorded, so a whole network doesn't have to fit.
     with vgpu.enable(1, gpu=gpu, memory_bytes=2**50) as lab, vgpu.shapes_only():
         (device,) = lab.devices
         here: dict[str, Any] = {"device": device, "dtype": torch.float16}

@@ -20,7 +20,7 @@ TOKENS, WIDTH = 256, 512
 
 @dataclass(frozen=True)
 class Answer:
-    """For the numbers that aren't outliers: scaled, their error, and the fraction that becomes 0."""
+    """The numbers that aren't outliers: scaled, their error, and the fraction that becomes 0."""
 
     scaled: torch.Tensor
     error: float
@@ -30,8 +30,8 @@ class Answer:
 def answer(format_name: str, per: str, larger: str, times: float) -> Answer:
     """The effect of a cast on normally distributed numbers (256 tokens, 512 channels) with outliers.
 
-    per: the granularity of scales, one of SCALES. larger: the outliers, one of LARGER, which are multiplied by
-    ``times``.
+    ``per`` is the granularity of scales, one of SCALES. ``larger`` are the outliers, one of LARGER, which are
+    multiplied by ``times``.
     """
     x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
     token, channel = divmod(int(x.abs().argmax()), WIDTH)

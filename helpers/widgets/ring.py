@@ -27,7 +27,7 @@ class RingState:
 def ring_states(ranks: int) -> list[RingState]:
     """The states of a ring all-reduce: the start, then one after each of 2 * (ranks - 1) steps.
 
-    Rank r starts with 1, 2, 3, ... times 10**r, one number per chunk, so at most ``MOST_RANKS`` ranks.
+    Rank r starts with 1, 2, 3, ... times 10**r, one number per chunk. At most ``MOST_RANKS`` ranks work.
     """
     held = torch.stack([torch.arange(1, ranks + 1) * 10**rank for rank in range(ranks)])
     states = [RingState(held.tolist(), [])]
@@ -46,7 +46,7 @@ def ring_states(ranks: int) -> list[RingState]:
 
 
 def describe_step(ranks: int, step: int) -> str:
-    """A description of the ring after ``step`` steps, and of what each rank has sent so far."""
+    """Describe the ring after ``step`` steps, and what each rank has sent so far."""
     last = 2 * (ranks - 1)
     if step == 0:
         return f"At the start, every rank holds {ranks} chunks of its own."

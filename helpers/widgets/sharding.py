@@ -1,7 +1,7 @@
 """Explorer of sharding: model, GPUs and what's sharded to bytes per GPU by cause, and bytes sent.
 
-Mixed precision with Adam: 2 bytes of parameters, 2 of gradients and 12 of optimizer state for each
-parameter (Rajbhandari et al., 2020, "ZeRO", 3.1). Activations are left out.
+With mixed precision and Adam, there are 2 bytes of parameters, 2 of gradients and 12 of optimizer state for
+each parameter (Rajbhandari et al., 2020, "ZeRO", 3.1). Activations are left out.
 """
 
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ def answer(sizes: TransformerSizes, gpus: int, way: str) -> Answer:
     sent = rounds * (ways - 1) / ways * tensor_bytes
     hosts = gpus // ways
     slices = 2 * (hosts - 1) / hosts * tensor_bytes / ways if hybrid else 0.0
-    # Of the GPUs of a host in a longer ring, one sends to the next host.
+    # In a longer ring, one of a host's GPUs sends to the next host.
     across = slices if ways <= GPUS_PER_HOST else sent / GPUS_PER_HOST
     inside = sent if ways <= GPUS_PER_HOST else sent - across
     return Answer(count, held, inside, across)

@@ -15,7 +15,7 @@ from vgpu.units import format_seconds
 
 WIDTHS = (1024, 2048, 4096, 8192, 16384)
 DEGREES = (1, 2, 4, 8, 16)
-# By name: the link inside a host, and how many GPUs of the group each host has.
+# The link inside a host, and how many GPUs of the group each host has, by name.
 PLACES: dict[str, tuple[str, int]] = {
     "NVLink 4": ("NVLink 4", 8),
     "PCIe 5": ("PCIe 5", 8),
@@ -33,7 +33,7 @@ def layer_on(layer: Layer, width: int, degree: int, place: str) -> Timeline:
 
 
 def split_table(timelines: dict[str, Timeline]) -> Table:
-    """The time of each, the part spent in collectives, and the speedup over the first."""
+    """Return each timeline's time, the part spent in collectives, and the speedup over the first."""
     first = next(iter(timelines.values())).makespan_s
     rows = []
     for name, timeline in timelines.items():

@@ -102,7 +102,7 @@ def makespan(answer: Callable[..., float | None]) -> dict[str, Any]:
     return {"simulated": "all forward, all backward; 1F1B; and two that get stuck"}
 
 
-# Orders that get stuck, by the reason.
+# Orders that get stuck, with the reasons as keys.
 _STUCK = {
     "Here each GPU waits for the other.": [
         [("F", 0), ("B", 0), ("F", 1), ("B", 1)],

@@ -87,7 +87,7 @@ def rounded(answer: Callable[[torch.Tensor, float], torch.Tensor]) -> dict[str, 
 
 
 def _has_function(result: torch.Tensor) -> bool:
-    """Whether its graph has a step whose backward is written in Python."""
+    """Whether the graph of a result has a step whose backward is written in Python."""
     found = [result.grad_fn]
     for node in found:  # grows during the loop
         following = (other for other, _ in node.next_functions) if node else ()

@@ -129,7 +129,7 @@ def test_a_lesson_can_be_done_with_the_keyboard_alone(open_lesson):
 
 
 @pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
-def test_words_and_tables_are_readable(open_lesson, theme):
+def test_text_and_tables_have_enough_contrast(open_lesson, theme):
     lesson = open_lesson("04")
     lesson.page.evaluate(
         "theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme

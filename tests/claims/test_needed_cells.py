@@ -14,7 +14,7 @@ from teaching.lessons import Cell
         (["def f(): return x", "x = 1", "y = 2", "x = 3", "f()"], [0, 3, 4]),
         (["x = 1", "y = 2", "[x for _ in 'ab']"], [0, 2]),
     ],
-    ids=["the last to bind", "who changes", "what a function uses when called", "a comprehension"],
+    ids=["last binding", "changed value", "names used by a function", "comprehension"],
 )
 def test_needed_cells_are_those_that_bind_or_change_the_names_used(sources, expected):
     assert found(sources) == expected

@@ -29,7 +29,7 @@ PAGE = ROOT / "docs" / "foreign.md"
 
 
 def losses(done: Done) -> list[float]:
-    """Of a program that prints JSON with its losses."""
+    """The losses of a program that prints them as JSON."""
     return json.loads(done.stdout.splitlines()[-1])["losses"]
 
 

@@ -148,7 +148,7 @@ def picotron(folder: Path) -> Result:
 def nanochat(folder: Path) -> Result:
     """scripts.base_train at depth 2: in float32, compared with the CPU; on two ranks; in bfloat16.
 
-    All documents are alike, so that two ranks see the same as one.
+    All documents are the same, so that two ranks see what one does.
     """
     import pyarrow
     import tiktoken
@@ -195,10 +195,10 @@ def nanochat(folder: Path) -> Result:
 
 
 def torchtitan(folder: Path) -> Result:
-    """torchtitan.train with the debug models of Llama 3 and DeepSeek-V3: layouts beside one GPU.
+    """torchtitan.train with the debug models of Llama 3 and DeepSeek-V3 in several layouts.
 
-    All begin at the seed checkpoint of one GPU, and one GPU is beside the CPU. All documents are
-    alike, so that two ranks see what one does.
+    Each is compared with one GPU, and one GPU with the CPU; all start from the same checkpoint. All
+    documents are the same, so that two ranks see what one does.
     """
     result = Result()
     data = folder / "tests" / "assets" / "c4_test" / "data.json"

@@ -23,10 +23,10 @@ class Result:
 
     passed: int = 0
     refused: int = 0
-    """Ended by NotImplementedError: a sentence of the library, or of the package itself."""
+    """Ended with NotImplementedError, which virtual GPUs or the package itself raised."""
     failed: int = 0
     wrong: int = 0
-    """Ran, with another number than on the CPU."""
+    """Ran, but with a different number than on the CPU."""
     skipped: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -51,7 +51,7 @@ def run(
     variables: Mapping[str, str] | None = None,
     time_limit_s: float = 900,
 ) -> Done:
-    """A Python program on ``gpus`` virtual GPUs; with none, as it is. It runs in ``folder``, or in a new one."""
+    """Run a Python program on ``gpus`` virtual GPUs, or without any, in ``folder`` or in a new one."""
     command = [
         sys.executable,
         *(["-m", "vgpu", "--cuda-is-vgpu", f"--count={gpus}", f"--gpu={gpu}"] if gpus else []),

@@ -74,7 +74,7 @@ def test_saved_bytes_end_with_a_graph_that_never_ran_backward():
     assert saved.live_bytes() == 0
 
 
-def test_an_edited_saved_tensor_is_still_noticed():
+def test_autograd_still_notices_a_saved_tensor_that_was_changed_in_place():
     x = torch.ones(3, requires_grad=True)
     with SavedTensors():
         y = x.tanh()
@@ -83,7 +83,7 @@ def test_an_edited_saved_tensor_is_still_noticed():
         y.sum().backward()
 
 
-def test_an_edit_that_is_part_of_the_graph_is_fine():
+def test_an_in_place_operation_that_is_part_of_the_graph_is_allowed():
     x = torch.tensor([-1.0, 2.0], requires_grad=True)
     with SavedTensors():
         y = (2 * x).relu_()

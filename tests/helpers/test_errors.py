@@ -32,7 +32,7 @@ def test_expected_error_fails_for_another_message():
         raise ValueError("pears")
 
 
-def test_expected_error_lets_another_kind_pass():
+def test_expected_error_does_not_catch_an_error_of_another_type():
     with pytest.raises(KeyError), expected_error(ValueError, "apples"):
         raise KeyError("pears")
 

@@ -32,7 +32,7 @@ def test_a_traceback_is_text_without_colors(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as in a kernel
     script = 'import os; print(os.environ.get("FORCE_COLOR")); 1 / 0'
     (result,) = run_lines(["python fails.py"], {"fails.py": script})
-    assert result.output == "None"  # Python 3.12 and older do not heed it
+    assert result.output == "None"  # Python 3.12 and older ignore it
     assert result.errors.endswith("\nZeroDivisionError: division by zero")
     assert "\x1b" not in result.errors
 
@@ -48,14 +48,14 @@ def test_lines_share_one_time_limit():
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="Windows has no groups of processes")
-def test_what_a_line_leaves_running_is_stopped():
+def test_processes_that_a_line_leaves_running_are_stopped():
     (left,) = run_lines(["sleep 60 > /dev/null 2>&1 & echo $!"], {})
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(int(left.output))
         assert process.status() == psutil.STATUS_ZOMBIE or process.wait(30) is None
 
 
-def test_a_missing_shell_is_reported_in_one_sentence(monkeypatch):
+def test_a_missing_shell_is_reported_with_a_clear_message(monkeypatch):
     monkeypatch.setattr("helpers.shell.shutil.which", lambda name, path=None: None)
     with pytest.raises(FileNotFoundError, match="no POSIX shell"):
         run_lines(["true"], {})

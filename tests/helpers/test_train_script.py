@@ -84,15 +84,15 @@ def test_the_script_has_at_most_250_lines():
 
 def test_layouts_match_a_single_processs_losses_and_norms(run):
     """Lessons 07, 12, 13 and 14 compare the losses of layouts that have one dimension."""
-    alone = losses(run("--steps 20"))
-    assert alone[-1, 1] < alone[0, 1] < 4.5
-    assert torch.equal(losses(run("--steps 20 --recompute")), alone)
+    alone = losses(run("--steps 10"))
+    assert alone[0, 1] < 4
+    assert torch.equal(losses(run("--steps 10 --recompute")), alone)
     layouts = {
-        "--dp-shard 2 --tp 2 --recompute --accumulate 4": 2e-3,
+        "--dp-shard 2 --tp 2 --recompute --accumulate 2": 2e-3,
         "--dp-replicate 2 --tp 2 --bf16 --compile": 3e-2,
     }
     for layout, within in layouts.items():
-        found = losses(run(f"--steps 20 {layout}", 4))
+        found = losses(run(f"--steps 10 {layout}", 4))
         torch.testing.assert_close(
             found, alone, rtol=within, atol=0, msg=lambda text, layout=layout: f"{layout}: {text}"
         )
@@ -147,7 +147,7 @@ def test_sigterm_to_one_rank_saves_the_step_and_ends_all(run, tmp_path, capfd):
     assert [step for step, *_ in losses(capfd.readouterr().out)] == [3]
     output = run(options, 2)
     assert f"resumed from {tmp_path / 'step-00000003'}" in output
-    torch.testing.assert_close(losses(output), losses(run("--steps 20"))[1:], rtol=2e-3, atol=0)
+    torch.testing.assert_close(losses(output), losses(run("--steps 20")), rtol=2e-3, atol=0)
 
 
 def test_training_resumes_in_another_layout_from_the_last_complete_checkpoint(run, tmp_path):

@@ -51,7 +51,7 @@ def test_ci_runs_the_readmes_test_command():
     assert "make test" in text("README.md") and "make lab" in text("README.md")
 
 
-def test_a_commit_is_checked_as_by_make_check():
+def test_the_pre_commit_hooks_run_the_commands_of_make_check():
     (local,) = yaml.safe_load(text(".pre-commit-config.yaml"))["repos"]
     assert [hook["entry"] for hook in local["hooks"]] == recipe("check")
 

@@ -137,7 +137,7 @@ def test_an_environment_that_setup_did_not_create_is_left_alone(clone):
     assert (clone / ".venv" / "pyvenv.cfg").read_text() == "mine"
 
 
-def test_a_missing_python_is_reported_in_one_sentence(tmp_path):
+def test_a_missing_python_is_reported_with_a_clear_message(tmp_path):
     (tmp_path / "sh").symlink_to(shutil.which("sh"))
     done = subprocess.run(["sh", ROOT / "find_python.sh"], env={"PATH": str(tmp_path)},
                           capture_output=True, text=True)  # fmt: skip

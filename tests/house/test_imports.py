@@ -20,7 +20,7 @@ def test_imports_point_one_way():
             assert row(name) <= own, f"{module} imports {name}, which stands below it"
 
 
-def test_every_row_names_something_that_exists():
+def test_every_row_of_the_order_names_something_that_exists():
     for name in ORDER:
         path = ROOT.joinpath(*name.split("."))
         assert path.is_dir() or path.with_suffix(".py").is_file(), f"{name} is gone"
@@ -56,7 +56,7 @@ def test_the_names_that_lessons_use_are_exported():
     assert {"LaunchError", "RanksHung", "run", "warm_up"} <= set(vgpu.launch.__all__)
 
 
-def test_an_old_import_names_the_new_one():
+def test_the_error_for_an_old_import_names_the_new_one():
     with pytest.raises(ImportError, match="write import vgpu"):
         from helpers import vgpu  # noqa: F401
     with pytest.raises(ImportError, match="write from vgpu import launch"):

@@ -40,7 +40,7 @@ def test_pip_is_asked_for_the_requested_release(release, wanted):
 
 
 @pytest.mark.parametrize("release", ["2.11.0", "1.13", "newest"])
-def test_a_release_outside_of_the_range_is_refused_in_one_sentence(release):
+def test_a_release_outside_of_the_range_is_refused_with_a_clear_message(release):
     with pytest.raises(SystemExit, match=rf"^setup: TORCH={release} isn't 2\.\d+ or newer"):
         setup_venv.torch_requirement(release)
 
@@ -102,7 +102,7 @@ def test_an_unavailable_release_is_reported_with_the_settings_that_may_be_in_the
     assert "PyTorch 2.15.9 can't be installed, with or without these settings" in said
 
 
-def test_a_failed_download_is_reported_in_one_sentence(tmp_path, monkeypatch):
+def test_a_failed_download_is_reported_with_a_clear_message(tmp_path, monkeypatch):
     monkeypatch.setattr(setup_venv, "pip", lambda *arguments, **_: False)
     monkeypatch.setattr(setup_venv, "without_choosing_settings", lambda venv: ({}, ""))
     with pytest.raises(SystemExit, match=r"check the network .* and the disk \(\d+ GB are free"):

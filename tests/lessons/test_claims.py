@@ -62,7 +62,7 @@ def test_each_claim_is_proved_by_a_cell_of_its_lesson(claim):
 
 
 @pytest.mark.parametrize("claim", PROVED, ids=lambda claim: claim["id"])
-def test_a_prediction_shows_how_it_moves_with_the_free_figures(claim):
+def test_a_prediction_shows_how_it_changes_with_the_assumed_figures(claim):
     places = cells_tagged("moves-").get(claim["id"], [])
     if claim["verdict"] == "predicted":
         assert places, f"no cell is tagged moves-{claim['id']}"

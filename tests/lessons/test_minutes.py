@@ -79,7 +79,7 @@ def test_a_lesson_has_at_most_five_guesses(path):
 
 
 @each_lesson
-def test_a_core_uses_nothing_from_the_rest(path):
+def test_a_core_uses_nothing_from_the_rest_of_its_lesson(path):
     kept = {cell["id"] for cell in sections.core(cells(path))}
     code = [cell for cell in lessons.cells(path) if cell.is_code]
     for place, cell in enumerate(code):

@@ -30,7 +30,7 @@ def test_the_command_says_what_is_missing(found, sentence):
     assert any(sentence in each for each in found.missing())
 
 
-def test_the_commands_that_it_names_exist():
+def test_the_commands_that_its_description_names_exist():
     said = command.describe(machine())
     assert "00: 8" in said and "11: 1" in said
     for name in ("tests/real_gpus/observed.py", "tests/real_gpus", "notebooks"):
@@ -38,7 +38,7 @@ def test_the_commands_that_it_names_exist():
     assert "$(BIN)/python -m real_gpus" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
-def test_the_failure_of_any_step_counts(monkeypatch, capsys):
+def test_a_failure_of_any_step_fails_the_command(monkeypatch, capsys):
     monkeypatch.setattr(command.Machine, "here", lambda: machine("H100"))
     for compared, passed, status in ((True, True, 0), (False, True, 1), (True, False, 1)):
         monkeypatch.setattr(command, "compare", lambda machine, well=compared: well)

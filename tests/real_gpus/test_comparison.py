@@ -19,7 +19,7 @@ def pair():
     return copy.deepcopy(observed()), copy.deepcopy(observed())
 
 
-def test_a_gpu_agrees_with_itself(pair):
+def test_a_gpu_compared_with_itself_has_no_differences(pair):
     real, virtual = pair
     assert comparison.differences(real, virtual) == []
     assert all("nothing was raised" not in message for message in real["errors"].values())
@@ -83,6 +83,6 @@ def test_preset_for_finds_the_virtual_gpu_of_a_real_one():
     assert comparison.preset_for("NVIDIA L4") == "H100"
 
 
-def test_a_program_that_fails_is_shown():
+def test_the_error_of_a_program_that_fails_is_shown():
     with pytest.raises(RuntimeError, match="No module named nowhere"):
         comparison.observe("-m", "nowhere")

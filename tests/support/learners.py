@@ -1,4 +1,4 @@
-"""What learners hand in, folders with a copy of a lesson and their answers, and their verdicts."""
+"""What learners hand in (folders with a copy of a lesson and their answers), and the verdicts."""
 
 import json
 

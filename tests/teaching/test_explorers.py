@@ -98,7 +98,7 @@ def test_menus_and_single_values_are_labeled(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_cells_that_show_explorers_are_those_that_are_asked():
+def test_every_lesson_that_imports_an_explorer_shows_one():
     for path in lessons.NOTEBOOKS:
         imports = [cell for cell in lessons.cells(path) if "helpers.widgets" in cell.source]
         shown = [c for c in lessons.cells(path) if c.is_code and "_explorer(" in c.source]

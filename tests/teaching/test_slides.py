@@ -96,7 +96,7 @@ def test_an_output_waits_for_the_next_keypress():
     assert after.count('class="fragment"') == 1
 
 
-def test_a_cells_own_slide_type_decides():
+def test_a_cells_own_slide_type_takes_precedence():
     made = notebook(("words", "## Part"), ("code", "x"))
     made.cells[1].metadata["slideshow"] = {"slide_type": "skip"}
     assert slides.slide_types(made) == ["slide", "skip"]

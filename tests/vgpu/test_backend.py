@@ -121,7 +121,7 @@ def test_consecutive_contexts_restore_the_state_before_both():
             assert "A100" in torch.vgpu.get_device_name(2)
 
 
-def test_tensors_outlive_a_smaller_count():
+def test_a_tensor_survives_while_fewer_gpus_are_enabled():
     with vgpu.enable(3):
         kept = torch.ones(1000, device="vgpu:2")
         with vgpu.enable(1):

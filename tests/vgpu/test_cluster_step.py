@@ -64,7 +64,7 @@ def test_a_script_with_one_step_is_told_that_two_are_needed(run):
     assert "the second optimizer step is recorded, but the program took only 1" in done.stderr
 
 
-def test_a_script_that_reads_a_value_is_told_that_there_is_none(run):
+def test_a_script_that_reads_a_tensors_value_gets_an_error(run):
     done = run("--cluster", "1x2", read="loss.item()")
     assert done.returncode == 1
     assert "item() needs the values of a tensor" in done.stderr

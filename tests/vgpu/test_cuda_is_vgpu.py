@@ -1,4 +1,4 @@
-"""Which names in a program written for CUDA are read as virtual GPUs', and which aren't."""
+"""Which names in a program written for CUDA are replaced by those of virtual GPUs, and which aren't."""
 
 import ast
 import re
@@ -92,8 +92,8 @@ def test_cuda_names_in_command_line_arguments_are_replaced(argument, expected):
 
 
 def test_a_method_called_cuda_gets_both_names():
-    """Also one that calls its superclass's, and one in a class defined in a function, but not a
-    local function.
+    """So do a method that calls its superclass's and one of a class that's defined in a function,
+    but a local function doesn't.
     """
     source = """
 def make():
@@ -119,7 +119,7 @@ found = make().cuda().moved, make().cuda.__name__
     assert sorted(reading.lines["cuda"]) == [6, 11, 12, 16]
 
 
-def test_a_file_is_read_if_it_mentions_cuda_and_is_not_torchs(tmp_path):
+def test_names_are_replaced_in_files_that_mention_cuda_and_are_not_torchs(tmp_path):
     finder = cuda_is_vgpu.Finder(read=["numba"], not_read=["mine.kernels"])
     for name, chosen in {
         "accelerate.utils": True, "torch.cuda": False, "torchvision.ops": True, "numba.core": True,
@@ -191,7 +191,7 @@ def test_names_that_only_cuda_has_exist_and_raise_when_used():
     assert not hasattr(torch.vgpu, "CUDAGraph") and "torch.vgpu.nccl" not in sys.modules
 
 
-def test_cells_are_read_once_the_extension_is_loaded():
+def test_names_in_cells_are_replaced_while_the_extension_is_loaded():
     ip = pytest.importorskip("IPython").core.interactiveshell.InteractiveShell()
     ip.run_line_magic("load_ext", "vgpu")
     try:

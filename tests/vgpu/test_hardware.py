@@ -1,4 +1,4 @@
-"""GPUs, links and networks: presets, those from files, and what's refused."""
+"""GPUs, links and networks: presets, descriptions in files, and what's refused."""
 
 import re
 
@@ -9,7 +9,7 @@ from vgpu.hardware import LINKS, get_network, get_spec
 
 
 @pytest.mark.parametrize("name", vgpu.PRESETS)
-def test_a_preset_names_its_datasheet_and_what_is_closer_is_no_slower(name):
+def test_a_preset_names_its_datasheet_and_its_rates_are_in_order(name):
     spec = get_spec(name)
     assert re.search("datasheet|data sheet|specification", spec.source)
     rates = [
@@ -70,6 +70,6 @@ def test_a_file_that_describes_no_gpu_is_refused(tmp_path, text, message):
         get_spec(str(path))
 
 
-def test_a_missing_file_is_named():
+def test_the_error_for_a_missing_file_names_it():
     with pytest.raises(ValueError, match=r"nowhere\.toml can't be read: No such file"):
         get_spec("nowhere.toml")

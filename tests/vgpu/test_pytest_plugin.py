@@ -82,7 +82,7 @@ def test_the_plugin_does_not_import_torch_unless_it_is_used(tmp_path):
         (["--vgpu-model", "H100"], "--vgpu-model needs --vgpus"),
     ],
 )
-def test_bad_options_are_refused_in_a_sentence(arguments, phrase, tmp_path):
+def test_bad_options_are_refused_with_a_clear_message(arguments, phrase, tmp_path):
     done = run(*arguments, cwd=tmp_path)
     assert done.returncode == 4 and phrase in done.stderr, done.stderr
     assert "Traceback" not in done.stderr

@@ -29,7 +29,7 @@ def run(*arguments, cwd, typed=""):
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_script_runs_as_python_runs_it(tmp_path):
+def test_a_script_runs_as_under_python(tmp_path):
     (tmp_path / "beside.py").write_text("VALUE = 7\n")
     (tmp_path / "script.py").write_text(
         "import sys, torch\n"
@@ -223,7 +223,7 @@ def test_processes_that_a_script_starts_have_its_virtual_gpus(tmp_path):
     assert "vgpu:1 (Virtual Tesla V100-SXM2-16GB): at most 1 KiB of 16 GiB allocated" in error
 
 
-def test_a_module_runs_as_python_m_does(tmp_path):
+def test_a_module_runs_as_under_python_m(tmp_path):
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -264,7 +264,7 @@ def test_tests_for_cuda_run_under_pytest(tmp_path):
         (".", "'.' is a folder: name a script in it, or a module or package with -m"),
     ],
 )
-def test_the_command_refuses_bad_input_in_a_sentence(
+def test_the_command_refuses_bad_input_with_a_clear_message(
     arguments, phrase, tmp_path, capsys, monkeypatch
 ):
     from vgpu.__main__ import main
@@ -276,7 +276,7 @@ def test_the_command_refuses_bad_input_in_a_sentence(
     assert phrase in capsys.readouterr().err
 
 
-def test_a_bad_vgpu_count_is_named(monkeypatch, capsys):
+def test_the_error_for_a_bad_vgpu_count_names_the_variable(monkeypatch, capsys):
     monkeypatch.setenv("VGPU_COUNT", "many")
     with pytest.raises(SystemExit):
         parser().parse_args(["x.py"])
@@ -322,7 +322,7 @@ def test_a_run_that_stayed_on_the_cpu_names_the_package_that_chose_it(
 
 
 def test_every_python_that_a_run_starts_has_its_virtual_gpus(package, tmp_path):
-    """Processes as started by launchers; the run knows that they used the GPUs, although it didn't itself."""
+    """Processes are started as launchers do it; the run knows that they used GPUs that it didn't use itself."""
     (tmp_path / "launcher.py").write_text(
         "import subprocess, sys\n"
         "for program in (['train.py'], ['-m', 'train'], ['-c', 'import train']):\n"
@@ -333,7 +333,7 @@ def test_every_python_that_a_run_starts_has_its_virtual_gpus(package, tmp_path):
     assert error == "vgpu: reads cuda as vgpu in packages: chooser (files: 1)\n"
 
 
-def test_a_command_runs_as_python_c_does(tmp_path):
+def test_a_command_runs_as_under_python_c(tmp_path):
     command = "import sys, torch; print(sys.argv, torch.ones(1, device='cuda').device)"
     code, out, error = run("--cuda-is-vgpu", "-c", command, "--x", cwd=tmp_path)
     assert (code, out) == (0, "['-c', '--x'] vgpu:0\n"), error
@@ -355,7 +355,9 @@ def test_a_command_runs_as_python_c_does(tmp_path):
         ("python - a", [], []),
     ],
 )
-def test_pythons_own_options_are_distinguished_from_its_program(command, flags, program):
+def test_pythons_own_options_are_separated_from_the_program_and_its_arguments(
+    command, flags, program
+):
     path = ROOT / "vgpu" / "for_children" / "sitecustomize.py"
     assert runpy.run_path(path)["split"](command.split()) == (flags, program)
 
@@ -378,12 +380,12 @@ def test_processes_that_run_no_user_program_are_left_alone(program, wanted):
     assert runpy.run_path(path)["is_wanted"](program) == wanted
 
 
-def test_a_missing_module_is_named_in_one_line(tmp_path):
+def test_the_error_for_a_missing_module_names_it_in_one_line(tmp_path):
     code, _, error = run("-m", "nosuch", cwd=tmp_path)
     assert (code, error) == (1, "ModuleNotFoundError: No module named 'nosuch'\n")
 
 
-def test_a_script_next_to_its_own_vgpu_module_is_warned(tmp_path):
+def test_a_script_next_to_a_module_named_vgpu_gets_a_warning(tmp_path):
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "vgpu.py").write_text("VALUE = 1\n")

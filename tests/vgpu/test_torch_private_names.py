@@ -74,7 +74,7 @@ def private_names() -> dict[str, list[str]]:
             private = [i for i, part in enumerate(parts) if PRIVATE.match(part)]
             if parts[0] == "torch" and private:
                 found.setdefault(".".join(parts[: private[-1] + 2]), set()).add(path)
-    # A module counts by what's used from it.
+    # A module counts only through the names that are used from it.
     return {
         name: sorted(paths)
         for name, paths in found.items()

@@ -15,7 +15,7 @@ from vgpu.torch_patches.undo import Changes
 NEWER = "2.99.0"
 
 
-def test_an_older_torch_is_refused_in_one_sentence():
+def test_an_older_torch_is_refused_with_a_clear_message():
     code = 'import torch; torch.__version__ = "2.12.1+cpu"; import vgpu'
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == (
@@ -38,7 +38,7 @@ def test_a_missing_name_is_an_error_on_a_tested_release(monkeypatch):
     assert not vgpu.is_enabled()
 
 
-def test_a_newer_torch_is_told_once_what_is_missing_and_the_rest_works(monkeypatch):
+def test_a_newer_torch_causes_one_warning_about_missing_names_and_the_rest_works(monkeypatch):
     monkeypatch.setattr(torch, "__version__", NEWER)
     monkeypatch.setattr(torch_releases, "_reported", set())
     monkeypatch.delattr(torch.nn.init, "_no_grad_trunc_normal_")
@@ -54,13 +54,15 @@ def test_a_newer_torch_is_told_once_what_is_missing_and_the_rest_works(monkeypat
         pass
 
 
-def test_a_newer_torch_without_missing_names_is_not_mentioned(monkeypatch):
+def test_a_newer_torch_without_missing_names_causes_no_warning(monkeypatch):
     monkeypatch.setattr(torch, "__version__", NEWER)
     with warnings.catch_warnings(action="error"), vgpu.enable(2):
         pass
 
 
-def test_a_name_that_is_missing_from_a_late_import_is_told_then(monkeypatch, tmp_path):
+def test_a_name_missing_from_a_module_causes_a_warning_when_the_module_is_imported(
+    monkeypatch, tmp_path
+):
     monkeypatch.setattr(torch, "__version__", NEWER)
     monkeypatch.setattr(torch_releases, "_reported", set())
     (tmp_path / "lacking.py").touch()

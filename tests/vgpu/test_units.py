@@ -1,4 +1,4 @@
-"""Numbers as text."""
+"""Bytes and seconds as text."""
 
 import pytest
 

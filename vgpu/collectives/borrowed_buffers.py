@@ -1,9 +1,9 @@
 """The buffers that gloo borrows from virtual tensors for a collective, and when it returns them.
 
-gloo has its own threads. Such a thread drops the tensors a moment after ``wait`` has returned
-elsewhere, and until then their bytes would count as allocated, by a random amount. With NCCL, the
-tensors are the caller's alone once it has waited. So gloo gets separate tensors with the same
-storage, and all other references to those are known.
+gloo has its own threads. Such a thread drops the tensors a moment after ``wait`` has returned in
+the calling thread, and until then their bytes count as allocated, so the amount would be random.
+With NCCL, only the caller refers to the tensors after waiting. So gloo gets separate tensors with
+the same storage, and all other references to those are known.
 """
 
 import sys
@@ -51,7 +51,7 @@ class BorrowedBuffers:
         self._works: list[Work] = []
 
     def lend(self, value: Any) -> Any:
-        """What's passed to gloo in place of a virtual tensor, or of a list's; only gloo may keep it."""
+        """Return what's passed to gloo in place of virtual tensors; only gloo may keep it."""
         if type(value) is VirtualTensor and value._inner.layout is torch.strided:
             storage = value._inner.untyped_storage()._cdata
             self._uses_before.setdefault(storage, _use_count(storage))
@@ -65,10 +65,10 @@ class BorrowedBuffers:
         return wrap(tensor._inner.detach(), tensor._gpu, self._operation)
 
     def result(self, value: Any) -> Any:
-        """gloo's result, with the caller's own tensors in it.
+        """Return gloo's result, with the caller's own tensors in it.
 
-        A collective returns what it wrote to, and autograd warns then if that requires a gradient;
-        c10d's schemas don't say which argument it is.
+        A collective returns the tensors that it wrote to, and autograd then warns if they require
+        gradients; c10d's schemas don't say which arguments those are.
         """
         result = self._result(value)
         self._callers.clear()
@@ -86,8 +86,8 @@ class BorrowedBuffers:
         return self._twin(value)
 
     def wait_for_work(self, result: list[Any]) -> None:
-        """Wait for the work, which is last in the result, as the caller would, and drop it, because
-        it has the tensors.
+        """Wait for the work, the result's last item, as the caller would, and drop it, because it
+        holds the tensors.
         """
         work = dist.Work.unbox(result.pop())
         work.wait()
@@ -97,20 +97,20 @@ class BorrowedBuffers:
         _wait_while(self._is_viewed, _MAYBE_NEVER_S)
 
     def return_when_dropped(self, work: Work) -> None:
-        """For a collective whose caller waits for the work, and then drops it."""
+        """Let gloo return the tensors once the caller, who waits for the work, has dropped it."""
         self._works.append(work)
         with blocks.borrowed_lock:
             blocks.borrowed.append(self)
 
     def is_dropped(self) -> bool:
-        """Whether the work has finished and nobody else refers to it; if so, this drops it, too."""
+        """Whether the work has finished and nothing else refers to it; if so, this drops it, too."""
         if _references(self._works) != [_ALONE] or not self._works[0].has_ended():
             return False
         self._works.clear()
         return True
 
     def return_when_waited_for(self, result: Any) -> None:
-        """For a functional collective, whose caller waits for one of the tensors."""
+        """Let gloo return a functional collective's tensors once the caller has waited for a result."""
         if isinstance(result, list | tuple):
             for part in result:
                 self.return_when_waited_for(part)
@@ -126,8 +126,8 @@ class BorrowedBuffers:
         return any(_use_count(storage) > before for storage, before in self._uses_before.items())
 
     def _is_borrowed(self) -> bool:
-        # A thread that dropped one in C++ waits for Python's lock to drop it in Python. The Python
-        # object counts as one reference from C++.
+        # A thread that has dropped a tensor in C++ waits for the GIL to drop it in Python. The
+        # Python object counts as one reference from C++.
         in_cpp = any(
             tensor._use_count() > 1  # type: ignore[attr-defined, unused-ignore]
             for tensor in self._gloos
@@ -142,7 +142,7 @@ def _wait_while(condition: Callable[[], bool], limit_s: float) -> None:
 
 
 def waited_for(tensor: VirtualTensor) -> None:
-    """The tensor of a functional collective has been waited for."""
+    """Get the buffers back after the caller has waited for a functional collective's tensor."""
     borrowed: BorrowedBuffers | None = getattr(tensor._inner, "_vgpu_borrowed", None)
     if borrowed is not None:
         del tensor._inner._vgpu_borrowed  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
 """One call of a collective, read from its operator's arguments, and the checks that may refuse it.
 
-Real ranks and those of a cluster refuse the same calls: with NCCL's errors for what it checks
-(ProcessGroupNCCL.cpp, c10d/Utils.hpp). What it doesn't check would make it read or write past the
-end of a tensor, or between the elements of one that isn't contiguous. Functional collectives create
-their results, and copy what isn't contiguous. table.py says which operator has which checks.
+Real ranks and those of a cluster refuse the same calls, with NCCL's errors for what NCCL checks
+(ProcessGroupNCCL.cpp, c10d/Utils.hpp). They also refuse what would make NCCL read or write past the
+end of a tensor, or between the elements of a non-contiguous one. Functional collectives create
+their results, and copy non-contiguous inputs. table.py says which operator has which checks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ class Call:
     """One collective: its group, and the tensors that this rank passes in and gets."""
 
     def __init__(self, name: str, operator: str, arguments: Kwargs, group: dist.ProcessGroup):
-        """name: in torch.distributed. operator: in torch.ops, with its namespace."""
+        """``name`` is that of torch.distributed, ``operator`` that of torch.ops with its namespace."""
         self.name = name
         self.operator = operator
         self.arguments = arguments
@@ -93,7 +93,7 @@ def group_of(arguments: Kwargs) -> dist.ProcessGroup:
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 
-# Checks: each raises ValueError, TypeError or RuntimeError.
+# Checks. Each raises ValueError, TypeError or RuntimeError.
 
 Check = Callable[[Call], None]
 
@@ -111,7 +111,7 @@ def check_ranks(call: Call) -> None:
 def contiguous(*names: str) -> Check:
     """Check that the named arguments are contiguous.
 
-    NCCL doesn't check all of them: it garbles those of gather and scatter, and of a reduce_scatter.
+    NCCL doesn't check all of them: gather, scatter and a reduce_scatter garble non-contiguous ones.
     """
 
     def check_contiguous(call: Call) -> None:
@@ -121,7 +121,7 @@ def contiguous(*names: str) -> Check:
 
 
 def _check_contiguous(tensors: Iterable[torch.Tensor]) -> None:
-    """NCCL reads a tensor as one block of memory, which channels-last tensors are, too."""
+    """Raise ValueError unless each tensor is one block of memory; channels-last ones are, too."""
     for tensor in tensors:
         if not isinstance(tensor, VirtualTensor) or tensor.layout is not torch.strided:
             continue
@@ -173,7 +173,7 @@ def two_lists_of_parts(call: Call) -> None:
 
 
 def equal_parts_at_root(call: Call) -> None:
-    """Check that the root has a list of parts that are all alike."""
+    """Check that the root's list has one part per rank, each with the shape of its own tensor."""
     if call.group.rank() != call.root:
         return
     parts, (own,) = (

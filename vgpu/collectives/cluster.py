@@ -21,7 +21,7 @@ from vgpu.time import recording
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Hosts with equally many GPUs of the same model; ranks are numbered host by host."""
+    """Hosts with the same number of GPUs of one model; ranks are numbered host by host."""
 
     hosts: int
     gpus_per_host: int
@@ -35,7 +35,7 @@ class Cluster:
 
     @property
     def device(self) -> torch.device:
-        """The GPU of this rank."""
+        """This rank's GPU."""
         return torch.device(gpus.DEVICE_TYPE, self.rank % self.gpus_per_host)
 
     def __str__(self) -> str:
@@ -56,16 +56,17 @@ def cluster(
     memory_bytes: int | None = None,
     link: str | Link | None = None,
 ) -> Iterator[Cluster]:
-    """Inside the block, this process is ``rank`` of ``hosts * gpus_per_host`` ranks.
+    """Run the block as rank ``rank`` of ``hosts * gpus_per_host`` ranks.
 
-    Its virtual GPUs are those of its host, not those that were enabled before: tensors on the two
-    can't be mixed. The rank's own GPU is current, and there's a default process group of all ranks.
-    Only shapes can be sent (``shapes_only()``), because other ranks have no values. ``record()``
-    records this rank's virtual time, as if all others in its groups did the same at the same time.
+    The process's virtual GPUs are those of that rank's host, not those that were enabled before:
+    tensors on the two can't be mixed. The rank's own GPU is current, and there's a default process
+    group of all ranks. Only shapes can be sent (``shapes_only()``), because the other ranks have no
+    values. ``record()`` records this rank's virtual time, as if all others in its groups did the
+    same at the same time.
 
-    gpu, memory_bytes, link: as for ``enable``. network: between hosts, a name in ``vgpu.NETWORKS``
-    or a Network. Raises ValueError for an impossible rank or size, and RuntimeError if a process
-    group already exists.
+    ``gpu``, ``memory_bytes`` and ``link`` are as for ``enable``; ``network`` connects the hosts and
+    is a name in ``vgpu.NETWORKS`` or a Network. Raises ValueError for an impossible rank or size,
+    and RuntimeError if a process group already exists.
     """
     for name, value in (("hosts", hosts), ("gpus_per_host", gpus_per_host)):
         if value < 1:
@@ -107,7 +108,7 @@ def cluster(
 
 
 def _environment(made: Cluster) -> dict[str, str]:
-    """The variables that torchrun sets for a rank, and one that turns off the flight recorder."""
+    """Some of the variables that torchrun sets, and one that turns off the flight recorder."""
     return {
         "RANK": str(made.rank),
         "WORLD_SIZE": str(made.world_size),
@@ -136,8 +137,8 @@ _DTENSOR = "torch.distributed.tensor"
 def _forget_meshes() -> None:
     """Empty DTensor's sharding caches, so that the next cluster doesn't find this one's meshes.
 
-    There, two meshes count as equal even if this process has a different rank in each, and thus
-    different groups.
+    In those caches, two meshes count as equal even if this process has a different rank in each,
+    and thus different groups.
     """
     if _DTENSOR not in sys.modules:
         return
@@ -147,10 +148,10 @@ def _forget_meshes() -> None:
 
 
 def _caches() -> Iterator[Any]:
-    """The caches of functions, of methods, and of the dispatcher that all DTensors share.
+    """Yield the caches of functions, of methods, and of the dispatcher that all DTensors share.
 
-    They can't be found through the garbage collector: what a rank's process imported before the
-    fork is frozen, and missing there.
+    They can't be found through the garbage collector, which doesn't list the frozen objects that a
+    rank's process imported before the fork.
     """
     dispatcher: Any = sys.modules[_DTENSOR].DTensor._op_dispatcher
     yield dispatcher.sharding_propagator.propagate_op_sharding.cache

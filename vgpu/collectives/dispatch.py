@@ -1,9 +1,9 @@
 """What happens when a collective's operator reaches a virtual tensor.
 
-It's checked and counted. gloo carries the values, from the CPU tensors inside; for tensors that are
-only shapes, nothing is sent. In a recording, it takes its virtual time on a separate stream of its
-group, as with NCCL: the group's stream waits for the current one, and waiting for the collective
-makes the current stream wait for it.
+The call is checked and counted. gloo carries the values, from the CPU tensors inside; for tensors
+that are only shapes, nothing is sent. In a recording, the collective takes its virtual time on a
+separate stream of its group, as with NCCL: the group's stream waits for the current one, and
+waiting for the collective makes the current stream wait for the group's.
 """
 
 import collections
@@ -53,7 +53,7 @@ _WRAP = "_c10d_functional::_wrap_tensor_autograd"
 _FSDP = ("fsdp::all_gather_copy_in", "fsdp::chunk_cat", "fsdp::split_with_sizes_copy")
 
 tally = Tally()
-"""By name, such as "all_reduce": how often, and the bytes of the tensors that this rank put in."""
+"""By name, such as "all_reduce": the number of calls, and the bytes of this rank's input tensors."""
 
 
 # Tensors with values
@@ -61,7 +61,7 @@ tally = Tally()
 
 @handler(*table.NAMES, records_itself=True)
 def _run(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Run any collective: an operator of c10d writes to its arguments and returns the work to wait
+    """Run any collective. An operator of c10d writes to its arguments and returns the work to wait
     for; a functional one returns tensors that the caller waits for.
     """
     call = table.read_call(func, args, kwargs)
@@ -96,15 +96,15 @@ def _run(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return (*written, boxed) if written else boxed
 
 
-# What an operator of c10d writes to and returns, and when it has finished.
+# The values that an operator of c10d writes to and returns, and how to wait for its end.
 _Result = tuple[tuple[Any, ...], Ending]
 
 
 def _gather_unequal_parts(call: Call, args: Args) -> _Result:
-    """Gather unequal parts by broadcasting each, as NCCL does; has finished when it returns."""
+    """Gather unequal parts by broadcasting each, as NCCL does; blocks until that has finished."""
     outputs, (own,), group, *_ = args
     (parts,) = outputs
-    # Part of NCCL's kernel, not a separate one.
+    # With NCCL, this copy is part of the collective's kernel, not a separate one.
     run_unrecorded(torch.ops.aten.copy_.default, (parts[call.group.rank()].detach(), own), {})
     broadcast = torch.ops.c10d.broadcast_.default
     for root, part in enumerate(parts):
@@ -114,9 +114,10 @@ def _gather_unequal_parts(call: Call, args: Args) -> _Result:
 
 
 def _exchange_lists(call: Call, args: Args) -> _Result:
-    """An all-to-all of lists, whose parts may differ in size; has finished when it returns.
+    """Run an all-to-all of lists, whose parts may differ in size; block until it has finished.
 
-    gloo has one for equal parts, since torch 2.15. NCCL makes no copies, so these are made on the CPU.
+    gloo has one for equal parts only, since torch 2.15. NCCL makes no copies, so the copies here
+    are made on the CPU.
     """
     given = torch.cat([_row_inside(part) for part in call.inputs])
     sizes = [part.numel() for part in call.outputs]
@@ -129,7 +130,7 @@ def _exchange_lists(call: Call, args: Args) -> _Result:
 
 
 def _row_inside(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a virtual tensor, as NCCL reads them: in memory order."""
+    """Return a virtual tensor's values as NCCL reads them: in memory order."""
     assert isinstance(tensor, VirtualTensor)
     return tensor._inner.detach().as_strided((tensor.numel(),), (1,))
 
@@ -141,7 +142,10 @@ _own_messages: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[Call]]" = (
 
 
 def _message_to_oneself(call: Call) -> Ending:
-    """gloo can't send to its own rank. NCCL copies once it has both ends, in a group of calls."""
+    """Handle a message to this rank itself, which gloo can't send.
+
+    In a group of calls, NCCL copies it once it has both ends.
+    """
     pending = _own_messages.setdefault(call.group, [])
     other = next((each for each in pending if each.name != call.name), None)
     if other is None:
@@ -167,7 +171,7 @@ def _carry_functional(call: Call, func: Operator, args: Args, kwargs: Kwargs) ->
 
 
 def _carry(call: Call, func: Operator, args: Args, kwargs: Kwargs) -> _Result:
-    """Run it with gloo."""
+    """Run the collective with gloo."""
     buffers = BorrowedBuffers(call.name)
     given = args
     if call.operator in _READ_AS_ROWS:
@@ -189,7 +193,7 @@ _READ_AS_ROWS = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_"}
 
 @handler(*_WAITS, records_itself=True)
 def _run_wait(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """``wait_tensor`` and ``wait_tensors``."""
+    """Run ``wait_tensor`` or ``wait_tensors``."""
     tensors = [tensor for tensor in tensors_in(args) if isinstance(tensor, VirtualTensor)]
     if recording.under_way is not None:
         for tensor in tensors:
@@ -202,7 +206,7 @@ def _run_wait(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 @handler(_WRAP, records_itself=True)
 def _run_wrap(func: Operator, args: Args, kwargs: Kwargs) -> torch.Tensor:
-    """A result that waits for its collective when it's first used."""
+    """Return a result that waits for its collective when it's first used."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return AsyncCollectiveTensor(args[0])
@@ -234,7 +238,7 @@ shape_handler(*_WITHOUT_A_ROW)(_refuse)
 
 @shape_handler(*table.NAMES)
 def _run_shapes(func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode) -> Any:
-    """Run any collective: results have the size that torch's meta kernel returns."""
+    """Run any collective on shapes; its results have the sizes that torch's meta kernel returns."""
     call = table.read_call(func, args, kwargs)
     gpu = next(filter(None, map(gpu_of, tensors_in(args))), None)
     if gpu is None:
@@ -295,7 +299,7 @@ def _record_functional(
 
 
 def _stream_number(now: Recording, gpu: VirtualGPU, call: Call) -> int:
-    """The number of the group's stream; messages to and from each peer have their own."""
+    """Return the number of the group's stream; messages to and from each peer have their own."""
     key: tuple[Any, ...] = (gpu.index, call.group_name)
     if call.peer is not None:
         key = (*key, call.peer, call.name)
@@ -310,7 +314,7 @@ def install(changes: Changes) -> None:
 
 
 def _with_virtual_time(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``dist.barrier``, for which gloo uses a CPU tensor, so that no virtual GPU sees it."""
+    """Wrap ``dist.barrier``, which no virtual GPU sees, because gloo uses a CPU tensor for it."""
 
     @functools.wraps(plain)
     def barrier(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,10 @@
 """Process groups for tensors on virtual GPUs: the backend ``vccl``.
 
-It's to ``vgpu`` what ``nccl`` is to ``cuda``: the device type's default. Underneath, gloo carries
-the bytes (dispatch.py). Since that needs a CPU backend, a ``vccl`` group also accepts CPU tensors,
-which NCCL would refuse.
+``vccl`` is to ``vgpu`` what ``nccl`` is to ``cuda``: the device type's default. Underneath, gloo
+carries the bytes (dispatch.py). Since that needs a CPU backend, a ``vccl`` group also accepts CPU
+tensors, which NCCL would refuse.
 
-What only NCCL offers is done in another way here, or refused (symmetric memory in wrappers.py).
+Features that only NCCL has are emulated here, or refused (symmetric memory in wrappers.py).
 """
 
 import collections
@@ -35,7 +35,7 @@ BACKEND = "vccl"
 _CPU = torch.device("cpu")
 
 ranks_are_absent = False
-"""Whether the other ranks of new groups don't exist; ``cluster`` sets it in its block."""
+"""Whether the other ranks of new groups don't exist; ``cluster`` sets this for its block."""
 
 
 def install(changes: Changes) -> None:
@@ -49,7 +49,7 @@ def install(changes: Changes) -> None:
     changes.item(backends.backend_type_map, BACKEND, dist.ProcessGroup.BackendType.CUSTOM)
     changes.item(backends.backend_capability, BACKEND, [gpus.DEVICE_TYPE])
     changes.item(backends.default_device_backend_map, gpus.DEVICE_TYPE, BACKEND)
-    # A script may ask for gloo by name: it takes CUDA tensors, too.
+    # A script may ask for gloo by name, since gloo accepts CUDA tensors, too.
     gloo = backends.backend_capability["gloo"]
     changes.item(backends.backend_capability, "gloo", [*gloo, gpus.DEVICE_TYPE])
     changes.wrap(distributed_c10d, "_new_process_group_helper", _with_the_cpu)
@@ -65,11 +65,11 @@ def install(changes: Changes) -> None:
 
 
 def _make_backend(options: Any, backend_options: object) -> Any:
-    """What ``init_process_group`` calls for ``vccl``: gloo."""
+    """Create the backend of a ``vccl`` group, which is gloo; ``init_process_group`` calls this."""
     if ranks_are_absent:
         from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
 
-        # It has only a rank and a size.
+        # A fake group needs only a rank and a size.
         return FakeProcessGroup._create_internal(  # type: ignore[call-arg, unused-ignore]
             options.group_rank, options.group_size, None
         )
@@ -110,7 +110,7 @@ def _with_the_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_nccl(backend: str, options: object) -> None:
-    """Without CUDA, NCCL's own error wouldn't say what to do."""
+    """Raise an error that says what to do, as NCCL's own error without CUDA wouldn't."""
     if "nccl" in backend and not torch.cuda.is_available():
         raise RuntimeError(
             f"the backend {backend} needs CUDA GPUs, and there are only virtual ones: leave out the "
@@ -127,7 +127,10 @@ def _refuse_nccl(backend: str, options: object) -> None:
 
 
 def _never_gloo(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The backend that ``new_group`` splits; since 2.15, it would call methods on gloo that only NCCL has."""
+    """Wrap the choice of the backend that ``new_group`` splits, so that it's never gloo.
+
+    Since torch 2.15, ``new_group`` would call methods on it that only NCCL has.
+    """
 
     @functools.wraps(plain)
     def source(*args: Any, **kwargs: Any) -> Any:
@@ -138,9 +141,10 @@ def _never_gloo(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _coalescing(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``_coalescing_manager``; with a device, it uses the group's start and end, which only NCCL has.
+    """Wrap ``_coalescing_manager``, so that it gets no device.
 
-    Without one, it sends collectives of the same kind together, and others one by one.
+    With a device, it uses the group's start and end, which only NCCL has. Without one, it sends
+    collectives of the same kind together, and others one by one.
     """
 
     @functools.wraps(plain)
@@ -151,7 +155,7 @@ def _coalescing(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _splitting(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``split_group``, which a DeviceMesh calls if the group was created with ``device_id``.
+    """Wrap ``split_group``, which a DeviceMesh calls if the group was created with ``device_id``.
 
     C++ would split the gloo group of each device separately, and both would rendezvous under one name.
     """
@@ -187,8 +191,8 @@ def _splitting(plain: Callable[..., Any]) -> Callable[..., Any]:
 _unclaimed: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.Store, str]]" = (
     weakref.WeakKeyDictionary()
 )
-"""Groups in which this rank hasn't used a GPU yet: the store where ranks claim theirs, and the
-group's key.
+"""For each group in which this rank hasn't used a GPU yet: the store where ranks claim theirs, and
+the group's key.
 """
 _groups_made: collections.Counter[str] = collections.Counter()  # names are reused
 
@@ -198,8 +202,8 @@ def claim_gpu(group: dist.ProcessGroup, gpu: VirtualGPU) -> None:
 
     Raises DistBackendError if another rank of the group has claimed the same GPU of the same host,
     or if the group was created for a different GPU. NCCL compares GPUs when it creates a
-    communicator, for each of a rank's GPUs; here, a rank claims the first GPU that it uses in the
-    group's store without waiting for others, so only the second of two is refused.
+    communicator, for each of a rank's GPUs. Here, a rank enters the first GPU that it uses into the
+    group's store without waiting for others, so only the second of two ranks is refused.
     """
     bound = group.bound_device_id
     if bound is not None and bound.index != gpu.index:
@@ -224,23 +228,23 @@ def claim_gpu(group: dist.ProcessGroup, gpu: VirtualGPU) -> None:
 
 
 def _physical_gpu(index: int) -> str:
-    """The GPU with this number, as seen from other processes; each torchrun agent counts as a host."""
+    """Name the GPU with this number across processes; each torchrun agent counts as a host."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     number = visible[index] if index < len(visible) else index
     return f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}/{number}"
 
 
-# Futures: gloo's hold the CPU tensors inside virtual ones
+# gloo's futures hold the CPU tensors inside virtual ones
 
 
 def _virtual(value: Any) -> Any:
-    """A tensor on the GPU whose memory counts its storage; anything else unchanged."""
+    """Wrap a tensor on the GPU whose memory counts its storage; return anything else unchanged."""
     if not isinstance(value, torch.Tensor) or isinstance(value, VirtualTensor):
         return value
     if value.layout is not torch.strided or value.device.type != "cpu":
         return value
     block: Block | None = getattr(value.untyped_storage(), "_vgpu_block", None)
-    if block is None:  # the CPU's own
+    if block is None:  # a CPU tensor
         return value
     return wrap(value, gpus.by_index(block.memory.device.index), "get_future")
 

@@ -1,7 +1,7 @@
 """The table of collectives: their operators, checks, bytes and seconds. To add one, add a row.
 
-Real ranks, virtual clusters, collective counters, the simulator, hang reports and plans read it; checks
-are in calls.py.
+Real ranks, virtual clusters, collective counters, the simulator, hang reports and plans read the
+table; the checks are in calls.py.
 
 Sizes are defined as in nccl-tests (doc/PERFORMANCE.md): the size of the whole tensor, which is the
 gathered one for ``all_gather``, the one before scattering for ``reduce_scatter``, and what one GPU
@@ -9,7 +9,7 @@ holds for ``all_to_all``; for a ``permute``, what each GPU sends.
 
 The formulas for seconds are the usual ones, with a latency per step and a bandwidth for the bytes
 (Hockney, 1994), for the algorithms that NCCL uses for large messages: rings, and trees for an
-all-reduce over several hosts. Left out: NCCL's faster protocols for small messages, reductions
+all-reduce over several hosts. They leave out NCCL's faster protocols for small messages, reductions
 inside NVSwitch and in switches between hosts, and the time for the additions.
 
 Between hosts, a ring enters and leaves each host once per adapter, so a group with more GPUs on a
@@ -38,13 +38,13 @@ class Collective:
     """The operators in ``torch.ops`` that implement it, each with the checks of its arguments."""
     size_bytes: Callable[[Call], int]
     sent_share: Callable[[int], float] | None
-    """The fraction of ``size_bytes`` that each of n ranks sends; None if ranks differ."""
+    """Returns the fraction of ``size_bytes`` that each of n ranks sends; None if ranks differ."""
     seconds: Callable[[float, int, "Route"], float]
-    """The time for ``size_bytes`` among a number of GPUs over these links."""
+    """Returns the time for ``size_bytes`` among a number of GPUs over these links."""
     source: str
     """Where the time formula comes from."""
     same_elements: bool = False
-    """Whether every rank must pass equally many elements of the same dtype; shapes may differ."""
+    """Whether all ranks must pass the same number of elements and dtype; shapes may differ."""
 
 
 # Seconds
@@ -76,7 +76,10 @@ class Route(NamedTuple):
 
 
 def _all_reduce(size_bytes: float, count: int, route: Route) -> float:
-    """Over several hosts, the faster of ring and tree; a barrier takes as long as for one byte."""
+    """Return the time of a ring or, over several hosts, of the faster of ring and tree.
+
+    A barrier takes as long as an all-reduce of one byte.
+    """
     ring_s = _all_gather(size_bytes, count, route) + _reduce_scatter(size_bytes, count, route)
     return ring_s if route.hosts == 1 else min(ring_s, _tree(size_bytes, count, route))
 
@@ -84,7 +87,7 @@ def _all_reduce(size_bytes: float, count: int, route: Route) -> float:
 def _tree(size_bytes: float, count: int, route: Route) -> float:
     """Sums go up a tree of hosts and come down again, along a chain of GPUs inside each host.
 
-    The bytes pass twice; 0.92 of a ring's bandwidth is NCCL's own estimate (tuning.cc).
+    The bytes cross each link twice; 0.92 of a ring's bandwidth is NCCL's own estimate (tuning.cc).
     """
     inside, levels = route.most - 1, math.ceil(math.log2(route.hosts))
     steps_s = 2 * (inside * route.latency_s + levels * route.network_latency_s)
@@ -92,7 +95,7 @@ def _tree(size_bytes: float, count: int, route: Route) -> float:
 
 
 def _all_gather(size_bytes: float, count: int, route: Route) -> float:
-    """n - 1 steps around a ring, in each of which every GPU sends 1/n of the bytes."""
+    """A ring takes n - 1 steps, in each of which every GPU sends 1/n of the bytes."""
     passed_bytes = (count - 1) * size_bytes / count
     return route.steps_s(count) + passed_bytes / route.ring_bytes_per_s
 
@@ -135,7 +138,10 @@ def _inputs(call: Call) -> int:
 
 
 def _gathered(call: Call) -> int:
-    """Parts may differ in size; a functional all-gather has no outputs until it has run."""
+    """Return the bytes of all parts, which may differ in size.
+
+    A functional all-gather has no outputs until it has run.
+    """
     outputs = call.outputs if call.name == "all_gather" else []
     return size_bytes_of(outputs) or call.input_bytes * call.group.size()
 
@@ -153,7 +159,7 @@ def _one_byte(call: Call) -> int:
 
 
 def _ring_pass(count: int) -> float:
-    """All but one of n equal parts."""
+    """Return the fraction that all but one of n equal parts make up."""
     return (count - 1) / count
 
 
@@ -310,7 +316,7 @@ SAME_ELEMENTS = {name for name, each in COLLECTIVES.items() if each.same_element
 
 
 def read_call(func: Operator, args: Args, kwargs: Kwargs) -> Call:
-    """A call of one of the operators in ``NAMES``, with values or as shapes; nothing is checked yet."""
+    """Read a call of an operator in ``NAMES``, with values or as shapes, without checking it."""
     arguments = named_arguments(func, args, kwargs)
     return call_of(func._schema.name, arguments, calls.group_of(arguments))
 
@@ -329,7 +335,7 @@ def check(call: Call) -> None:
 
 
 def sent_bytes(name: str, size_bytes: float, count: int) -> float:
-    """The bytes that each of ``count`` ranks sends in a ring; in a broadcast, all but the chain's last.
+    """Return the bytes that each of ``count`` ranks sends (in a broadcast, except the last one).
 
     Raises NotImplementedError for collectives in which ranks send different amounts.
     """
@@ -345,7 +351,7 @@ def sent_bytes(name: str, size_bytes: float, count: int) -> float:
 
 
 def seconds(name: str, size_bytes: float, count: int, route: Route) -> float:
-    """Seconds of the collective ``name`` among ``count`` GPUs; 0 for a single one.
+    """Return the seconds that a collective takes among ``count`` GPUs; 0 for a single one.
 
     Raises ValueError for an unknown name, with the list of collectives.
     """

@@ -1,6 +1,6 @@
 """The work that a collective on virtual GPUs returns, and its future.
 
-gloo does the work; with shapes, nothing does. In a recording, whoever waits also waits in virtual time.
+gloo carries the values, if there are any. In a recording, a wait also takes virtual time.
 """
 
 import threading
@@ -66,19 +66,19 @@ class Ending:
         gloos: dist.Work | OwnMessage | None = None,
         buffers: BorrowedBuffers | None = None,
     ) -> None:
-        """gloos: the work that carries the values; None if it's done, or if there are only shapes."""
+        """``gloos`` is the work that carries the values; None if it's done or there are no values."""
         self._is_send = call.name == "send"
         self.outputs: Tensors = call.inputs if self._is_send else call.outputs
         self.gloos = gloos
         self.buffers = buffers or BorrowedBuffers(call.name)
         self.waiting: Callable[[], None] = lambda: None
-        """What waiting for it does in virtual time."""
+        """Does what waiting for the collective does in virtual time."""
         self._ended = gloos is None
         self._lock = threading.Lock()
         self._in_background: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta) -> bool:
-        """As ``Work.wait``; without a timeout, the group's applies."""
+        """Wait as ``Work.wait`` does; without a timeout, the group's applies."""
         self.wait_for_values(timeout)
         self.waiting()
         if self._is_send:
@@ -86,7 +86,7 @@ class Ending:
         return True
 
     def wait_for_values(self, timeout: timedelta) -> None:
-        with self._lock:  # some of gloo's would copy the results again at every wait
+        with self._lock:  # some of gloo's works would copy the results again at every wait
             if not self._ended and self.gloos is not None:
                 self.gloos.wait(timeout) if timeout else self.gloos.wait()
                 self._ended = True
@@ -115,7 +115,7 @@ class Ending:
 
 
 class _Future(torch.futures.Future[Any]):
-    """Once the collective has finished, holds what it wrote to, as NCCL's futures do."""
+    """Holds the collective's outputs once it has finished, as NCCL's futures do."""
 
     def __init__(self, ending: Ending) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class _Future(torch.futures.Future[Any]):
 
 
 class _PythonWork:
-    """The methods of a work that Python calls, except its wait."""
+    """The methods of a work that Python calls, except ``wait``."""
 
     _ending: Ending
 
@@ -173,10 +173,10 @@ class _PythonWork:
 
 
 class _Work(_PythonWork, PythonCallbackWork):
-    """What an operator of c10d returns.
+    """The work that an operator of c10d returns.
 
-    C++ may keep it and wait after its Python object is gone. If C++ asks for a future, it gets a
-    C++ one, which completes once somebody waits.
+    C++ may keep the work and wait for it after its Python object is gone. If C++ asks for a future,
+    it gets a C++ one, which completes once somebody waits.
     """
 
     def __init__(self, ending: Ending) -> None:
@@ -185,11 +185,11 @@ class _Work(_PythonWork, PythonCallbackWork):
 
 
 class _JoinWork(_PythonWork, dist.Work):
-    """An all-reduce over one of DDP's groups outside of a backward pass.
+    """The work of an all-reduce over one of DDP's groups outside of a backward pass.
 
-    In ``model.join()``, C++ asks for the futures of those that a rank without data issues, drops
-    the work, and waits for the future; so it must be this class's future, which C++ finds as long
-    as the Python object exists.
+    In ``model.join()``, C++ asks for the futures of the all-reduces that a rank without data
+    issues, drops the work, and waits for the future. So it must be this class's future, which C++
+    finds as long as the Python object exists.
     """
 
     def __init__(self, ending: Ending) -> None:
@@ -218,7 +218,7 @@ class _BucketWork(dist.Work):
     def __init__(self, ending: Ending) -> None:
         super().__init__()
         self._ending = ending
-        # Until then, it keeps itself alive: C++ calls Python only while the Python object exists.
+        # The callback keeps this object alive until then: C++ calls Python only while it exists.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:

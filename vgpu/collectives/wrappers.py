@@ -2,8 +2,8 @@
 
 To C++, wrappers of virtual tensors, such as DTensors and the results of functional collectives,
 must be on the device type for which autograd has a queue (memory/gpus.py); Python shows the virtual
-device. Such a class is noticed when its first tensor is created or, if C++ creates it, when its
-module is imported: enabling virtual GPUs imports none of them.
+device. Such a class is patched when its first tensor is created or, if C++ creates that tensor,
+when the class's module is imported. Enabling virtual GPUs imports none of these modules.
 """
 
 import functools
@@ -49,7 +49,7 @@ def install(changes: Changes) -> None:
 def _naming_device(
     plain: Callable[..., torch.Tensor], *, changes: Changes, seen: set[type]
 ) -> Callable[..., torch.Tensor]:
-    """``Tensor._make_wrapper_subclass``, for wrappers whose device is a virtual GPU."""
+    """Wrap ``Tensor._make_wrapper_subclass``, for wrappers whose device is a virtual GPU."""
 
     @functools.wraps(plain)
     def make(cls: type, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -76,7 +76,7 @@ def _device(tensor: torch.Tensor) -> torch.device:
 
 
 def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """``Tensor.to``, which compares devices in C++ and thus needs the C++ device."""
+    """Call ``Tensor.to``, which compares devices in C++ and thus needs the C++ device."""
     if "device" in kwargs:
         kwargs["device"] = cpp_device(kwargs["device"])
     elif args:
@@ -101,7 +101,7 @@ def _show_device_of_dtensors(module: ModuleType, changes: Changes) -> None:
 
 
 def _read_offset(module: ModuleType, changes: Changes) -> None:
-    """DTensor sets a generator's offset for each shard; ours is at the end of its state.
+    """Let DTensor, which sets a generator's offset for each shard, find it at the end of our state.
 
     torch reads 16 bytes, as in CUDA's generator: a seed, then an offset.
     """
@@ -127,11 +127,11 @@ def _read_offset(module: ModuleType, changes: Changes) -> None:
 # DistributedDataParallel
 
 ddp_groups: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
-"""Groups over which a DistributedDataParallel sums gradients; not their names, which are reused."""
+"""Groups over which a DistributedDataParallel sums gradients; not names, which are reused."""
 
 
 def _without_times(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """C++ times DDP's parts only on the CPU and on CUDA, and warns about any other device."""
+    """Turn off DDP's timings; C++ has them only for the CPU and CUDA, and warns otherwise."""
 
     @functools.wraps(plain)
     def helper(ddp: Any, *args: Any, **kwargs: Any) -> None:
@@ -166,12 +166,11 @@ def _without_votes(module: ModuleType, changes: Changes) -> None:
 
 
 def _as_a_fake_group(plain: Callable[..., None]) -> Callable[..., None]:
-    """Before its first step, a schedule lets all stages vote, by an all-reduce of values, on
-    whether their sizes are known (``input_args`` and ``output_args``), and warms up their
-    connections.
+    """Make a schedule skip its vote if the other ranks are absent, as it does with a fake group.
 
-    With torch's own fake process group, it skips both, and says which stage's sizes are missing.
-    Absent ranks can't vote, either.
+    Before its first step, a schedule lets all stages vote, by an all-reduce of values, on whether
+    their sizes are known (``input_args`` and ``output_args``), and warms up their connections. With
+    torch's own fake process group, it skips both, and says which stage's sizes are missing.
     """
 
     @functools.wraps(plain)
@@ -201,9 +200,10 @@ def _divide_beside_sum(module: ModuleType, changes: Changes) -> None:
 
 
 def _without_premultiplied_sum(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """How FSDP2 averages; gloo lacks the premultiplied sum that ``set_gradient_divide_factor`` needs.
+    """Wrap FSDP2's choice of how to average, without the premultiplied sum, which gloo lacks.
 
-    FSDP2 then divides itself and sums, as with ``set_force_sum_reduction_for_comms``.
+    Where ``set_gradient_divide_factor`` would use one, FSDP2 itself divides and then sums, as with
+    ``set_force_sum_reduction_for_comms``.
     """
 
     @functools.wraps(plain)

@@ -2,7 +2,7 @@
 
 Python imports this when it starts if this folder is in PYTHONPATH. Launchers such as torchrun and
 accelerate start their ranks as ``python script.py``, which becomes ``python -m vgpu [options]
-script.py``. It must not import torch, or anything else that takes time.
+script.py``. This file must not import torch, or anything else that takes time.
 """
 
 import importlib.machinery
@@ -24,7 +24,7 @@ def run_with_virtual_gpus() -> None:
     if options is None or not program or not is_wanted(program):
         return
     command = [sys.executable, *flags, "-m", "vgpu", *shlex.split(options), *program]
-    if os.name == "nt":  # There, exec doesn't keep the process.
+    if os.name == "nt":  # on Windows, exec doesn't keep the process
         import subprocess
 
         os._exit(subprocess.call(command))
@@ -32,7 +32,7 @@ def run_with_virtual_gpus() -> None:
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Python's own options, and the program: ``["-m", name, ...]``, ``["-c", text, ...]`` or a script.
+    """Return Python's own options, and the program: ``["-m", name, ...]``, ``["-c", text, ...]`` or a script.
 
     The program is empty if Python reads it from standard input.
     """

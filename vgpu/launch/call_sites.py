@@ -1,8 +1,8 @@
-"""Where a rank is, found out from inside it while its main thread is blocked.
+"""Finds out where a rank is, from inside it, while its main thread is blocked.
 
 There are two sources. The Python stack of the rank's main thread says where it is now. PyTorch's
-flight recorder says which collectives it has started and not finished, including those that run in
-the background (``async_op=True``) or that PyTorch calls itself (DistributedDataParallel in
+flight recorder says which collectives the rank has started and not finished, including those that
+run in the background (``async_op=True``) or that PyTorch itself calls (DistributedDataParallel in
 ``backward``).
 """
 
@@ -56,7 +56,7 @@ class CallSite:
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """A collective, as one rank's flight recorder has it."""
+    """A collective, as recorded by one rank's flight recorder."""
 
     group: str
     """Name of the group and backend: in a group with two backends, each counts its own."""
@@ -72,7 +72,7 @@ class CollectiveRecord:
 
 
 class Message(NamedTuple):
-    """The messages that one rank sends to another in a group under one tag; ranks are global."""
+    """The messages that one rank sends to another in a group with one tag; ranks are global."""
 
     group: str
     source: int
@@ -93,26 +93,26 @@ class RankState:
     waits: bool = False
     """Whether the rank's main thread can do nothing but wait for other ranks."""
     collectives: list[CollectiveRecord] = field(default_factory=list)
-    """Collectives that it started recently, oldest first."""
+    """Collectives that the rank started recently, oldest first."""
     members: dict[str, list[int]] = field(default_factory=dict)
-    """The ranks of each group that it belongs to."""
+    """The ranks of each group that the rank belongs to."""
     timeouts_s: dict[str, float] = field(default_factory=dict)
-    """When each group's collectives time out on their own, with an error."""
+    """The seconds after which each group's collectives time out on their own, with an error."""
     sent: Counter[Message] = field(default_factory=Counter)
-    """How many sends it has started; the flight recorder doesn't have gloo's messages."""
+    """How many sends the rank has started; the flight recorder doesn't record gloo's messages."""
     received: Counter[Message] = field(default_factory=Counter)
     message: Message | None = None
-    """What it waits for in a blocking send or recv."""
+    """What the rank waits for in a blocking send or recv."""
     groups_made: int = 0
     new_group: list[int] = field(default_factory=list)
-    """The ranks of the group that it's creating in new_group, which waits for all of them."""
+    """The ranks of the group that it's creating in new_group, which waits for all ranks."""
 
     @property
     def unfinished(self) -> list[CollectiveRecord]:
         return [c for c in self.collectives if not c.finished]
 
     def last_number(self, group: str) -> int:
-        """The number of the last collective that it started in a group."""
+        """Return the number of the last collective that the rank started in a group."""
         return max((c.number for c in self.collectives if c.group == group), default=0)
 
 
@@ -122,7 +122,7 @@ _last_message: Message | None = None
 
 
 def count_messages() -> None:
-    """In a rank: from now on, count the messages that it sends and receives."""
+    """In a rank, start counting the messages that it sends and receives."""
     plain_send, plain_recv = dist.ProcessGroup.send, dist.ProcessGroup.recv
     plain_recv_any = dist.ProcessGroup.recv_anysource
 
@@ -153,7 +153,7 @@ def count_messages() -> None:
 
 
 def rank_state(thread: int, stage: str) -> RankState:
-    """In a rank: where its main thread is."""
+    """In a rank, return where its main thread is."""
     state = RankState(stage, sent=_sent.copy(), received=_received.copy())
     if dist.is_initialized():
         state.collectives = _flight_records()
@@ -176,7 +176,7 @@ def rank_state(thread: int, stage: str) -> RankState:
     return state
 
 
-# Looking at a rank calls this for thousands of frames, and each call searches folders.
+# Cached: looking at a rank calls this for thousands of frames, and each call searches folders.
 @cache
 def is_library(filename: str) -> bool:
     """Whether a frame's file belongs to Python, to an installed package or to vgpu."""
@@ -187,7 +187,7 @@ def is_library(filename: str) -> bool:
 
 
 def user_call_site(frames: Iterable[tuple[str, int]]) -> CallSite | None:
-    """The user's line that is running, given (file, line) of each frame, innermost first.
+    """Return the user's line that is running, given (file, line) of each frame, innermost first.
 
     It's the innermost line in a notebook cell or, without cells, in a file outside of libraries.
     """
@@ -214,11 +214,11 @@ _FRAME_OF = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
 
 
 def _stack(thread: int) -> list[_Frame]:
-    """A thread's stack, innermost first, at most 100 frames.
+    """Return a thread's stack, innermost first, at most 100 frames.
 
-    Holding a frame object keeps the function's variables alive after it has returned: tensors would
-    be freed late, and the rank's peak memory would depend on when the parent asked. So everything
-    happens in a single call into C, during which the thread can't continue.
+    Holding a frame object keeps a function's variables alive after the function has returned:
+    tensors would be freed late, and the rank's peak memory would depend on when the parent asked.
+    So everything happens in a single call into C, during which the thread can't continue.
     """
     frames: list[tuple[str, int, str]] = []
     innermost = map(itemgetter(thread), starmap(sys._current_frames, [()]))
@@ -231,7 +231,7 @@ def _stack(thread: int) -> list[_Frame]:
 def _outermost_call(
     stack: list[_Frame], call_site: CallSite | None, thread: int
 ) -> tuple[str, bool]:
-    """What the user's line called, and whether that is a function of torch.distributed.
+    """Return what the user's line called, and whether that's a function of torch.distributed.
 
     It's the outermost function called from that line that may have to wait for other ranks.
     """
@@ -261,7 +261,7 @@ def _timeout_s(group: dist.ProcessGroup) -> float:
 
 
 def _peer(function: str, thread: int) -> str:
-    """The other side of a send or recv, as " to rank 1" or " from rank 0"."""
+    """Return the other side of a send or recv, as " to rank 1" or " from rank 0"."""
     argument, word = {"send": ("dst", "to"), "recv": ("src", "from")}.get(function, ("", ""))
     if not argument:
         return ""
@@ -274,7 +274,7 @@ def _peer(function: str, thread: int) -> str:
 
 
 def _variables(function: str, thread: int) -> dict[str, Any]:
-    """The variables of a function that a thread is in; empty if it has exited in the meantime."""
+    """Return the variables of a function that a thread is in; empty if the thread has exited."""
     frame = sys._current_frames().get(thread)
     while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back
@@ -282,7 +282,7 @@ def _variables(function: str, thread: int) -> dict[str, Any]:
 
 
 def _flight_records() -> list[CollectiveRecord]:
-    """The flight recorder's entries, oldest first; empty if this torch has no recorder for gloo."""
+    """Return the flight recorder's entries, oldest first; none if this torch can't record gloo."""
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
         dump: Callable[[], bytes] | None = getattr(torch._C._distributed_c10d, name, None)

@@ -20,7 +20,7 @@ from vgpu.units import format_bytes, format_seconds
 
 RETURN_WHAT = "Return tensors, numbers, figures, state_dicts or model.module."
 
-# What gloo and NCCL say on a rank that lost its peer: the failure to report is the peer's.
+# gloo's and NCCL's errors on a rank that lost its peer: the failure to report is the peer's.
 _LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Connection refused"
 )
@@ -28,7 +28,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 class LaunchError(RuntimeError):
-    """``launch.run`` has no results to return; the message says which rank, what and where."""
+    """``launch.run`` has no results to return; the message says which rank failed, why and where."""
 
 
 class RankRaised(LaunchError):
@@ -39,11 +39,11 @@ class RankRaised(LaunchError):
 
 
 class RankDied(LaunchError):
-    """A rank's process ended without an exception: by a signal, or with an exit code."""
+    """A rank's process ended without an exception, by a signal or with an exit code."""
 
 
 class RanksHung(LaunchError):
-    """Not every rank returned within the time limit, or none of them ever would have."""
+    """Some ranks didn't return within the time limit, or never would have."""
 
 
 def has_failed(rank: RankProcess) -> bool:
@@ -58,11 +58,11 @@ def has_lost_peer(rank: RankProcess) -> bool:
 
 
 def failure_error(ranks: Sequence[RankProcess], scratch: Path) -> LaunchError:
-    """The error for the rank that failed first and on its own."""
+    """Return the error for the rank that failed first and on its own."""
     failed = sorted(filter(has_failed, ranks), key=lambda r: (has_lost_peer(r), _failed_ns(r)))
     if failed[0].died:
         return _died(failed[0], ranks, scratch)
-    # If several ranks raised the same error, which one came first is chance: report the lowest.
+    # If several ranks raised the same error, it's random which was first: report the lowest rank.
     same = [r for r in failed if _summary(r) == _summary(failed[0])]
     first = min(same, key=lambda r: r.rank)
     others = [r for r in failed if r is not first]
@@ -73,7 +73,7 @@ def failure_error(ranks: Sequence[RankProcess], scratch: Path) -> LaunchError:
 def hang_error(
     ranks: Sequence[RankProcess], states: Sequence[RankState | None], time_s: float, certain: bool
 ) -> RanksHung:
-    """The error for ranks that didn't return; ``certain`` if they never would have."""
+    """Return the error for ranks that didn't return; ``certain`` if they never would have."""
     late = [rank for rank in ranks if not isinstance(rank.outcome, Result)]
     never = " and never would have" if certain else ""
     return RanksHung(
@@ -83,7 +83,7 @@ def hang_error(
 
 
 def name_file(filename: str) -> str:
-    """The notebook's name for a cell, such as "Cell In[3]"; otherwise the file's name."""
+    """Return the notebook's name for a cell, such as "Cell In[3]"; otherwise the file's name."""
     return _cell_name(filename) or os.path.basename(filename)
 
 
@@ -126,7 +126,7 @@ def _raised(number: int, failure: Failure, others: list[RankProcess], world: int
     trace = "" if failure.kind == "unsendable" else _name_cells(failure.traceback)
     error = RankRaised("\n\n".join(filter(None, [text, trace, "\n".join(notes)])))
     if failure.exception is not None:
-        with suppress(Exception):  # this process may not be able to rebuild it; its text is above
+        with suppress(Exception):  # unpickling may fail in this process; its text is above
             error.__cause__ = pickle.loads(failure.exception)
     return error
 
@@ -165,7 +165,7 @@ def _died(rank: RankProcess, ranks: Sequence[RankProcess], scratch: Path) -> Ran
 
 
 def _crash_line(path: Path) -> str:
-    """The user's line, from what faulthandler wrote when the process crashed."""
+    """Return the user's line, from what faulthandler wrote when the process crashed."""
     text = path.read_text(errors="replace") if path.exists() else ""
     _, _, current = text.partition("Current thread")
     frames = [(name, int(line)) for name, line in _FRAME.findall(current.partition("\n\n")[0])]

@@ -20,12 +20,13 @@ PRELOAD = (
     "IPython",  # cells that ranks unpickle often use it
     "vgpu.launch.rank",
 )
-"""What the forkserver imports once, for all ranks; it skips what isn't installed."""
+"""The modules that the forkserver imports once, for all ranks, if they're installed."""
 
 SOCKETS_FOLDER = "LAUNCH_SOCKETS_FOLDER"
 """The environment variable that names the folder a forkserver removes when it ends."""
 
-# 103 bytes on macOS, 107 on Linux, less "/pymp-xxxxxxxx/listener-xxxxxxxx".
+# A socket's path can have 103 bytes on macOS, 107 on Linux, including the 32 bytes of
+# "/pymp-xxxxxxxx/listener-xxxxxxxx".
 _LONGEST_TMPDIR_BYTES = 103 - 32
 _main_lock = threading.Lock()
 
@@ -39,7 +40,7 @@ def warm_up() -> None:
 
 
 def context() -> Any:
-    """The multiprocessing context: a running forkserver, or spawn if the system has none."""
+    """Return the multiprocessing context: a running forkserver, or spawn if the system has none."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     forking = multiprocessing.get_context("forkserver")
@@ -52,8 +53,8 @@ def context() -> Any:
 def main_module_hidden() -> Iterator[None]:
     """Keep multiprocessing from importing the parent's main script again in each child.
 
-    The function is pickled by value, so the child doesn't need the script; one without an
-    ``if __name__ == "__main__"`` would start ranks from its ranks.
+    The function is pickled by value, so the child doesn't need the script. A script without
+    ``if __name__ == "__main__"`` would start more ranks from each rank.
     """
     with _main_lock:
         main = sys.modules["__main__"]
@@ -68,7 +69,7 @@ def _ensure_running() -> None:
     spawn = mock.patch.object(multiprocessing.util, "spawnv_passfds", _spawn)
     with main_module_hidden(), spawn:
         # A parent that is killed doesn't remove the folder of multiprocessing's sockets. The
-        # forkserver outlives it by a moment, and removes the folder that this variable names.
+        # forkserver exits a moment later, and removes the folder that this variable names.
         os.environ[SOCKETS_FOLDER] = _sockets_folder()
         try:
             multiprocessing.forkserver.ensure_running()
@@ -83,8 +84,8 @@ def _spawn(path: str, arguments: list[str], passed: list[int]) -> int:
     empty. The tracker ignores SIGTERM, and a dead forkserver stays a zombie of the kernel, so each
     shutdown took 2.5 s. Both end by themselves when their parent does.
     """
-    # Importing creates millions of objects, none of them garbage: searching them would take a fifth
-    # of the time. vgpu.launch.rank, the last import, turns the garbage collector back on.
+    # Importing creates millions of objects, none of them garbage; collecting would take a fifth of
+    # the time. vgpu.launch.rank, the last import, turns the garbage collector back on.
     *options, code = arguments
     inherited = [fd for fd in passed if not os.get_inheritable(fd)]
     for fd in inherited:
@@ -98,7 +99,7 @@ def _spawn(path: str, arguments: list[str], passed: list[int]) -> int:
 
 
 def _sockets_folder() -> str:
-    """multiprocessing's own temporary folder, in /tmp if TMPDIR is too long.
+    """Return multiprocessing's temporary folder, in /tmp if TMPDIR is too long.
 
     A socket's path is limited to about a hundred bytes. Python takes TMPDIR, however long, and
     fails with "AF_UNIX path too long" when the forkserver starts.

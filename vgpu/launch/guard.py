@@ -1,9 +1,9 @@
 """A guard process that kills all of a process's descendants when it exits.
 
-A daemon starts its own session and forks twice: then it's in no process group or list of children of ours,
+A daemon starts its own session and forks twice, so it's in none of our process groups or lists of children,
 and as an orphan it's reparented to init. Linux lets a process adopt such orphans (PR_SET_CHILD_SUBREAPER,
 man 2 prctl), so ``enter`` creates a guard above the caller that does so, and that kills whatever is left
-below it. On other systems, ``end`` reaches the process and its group, or on Windows its descendants; a
+below it. On other systems, ``end`` kills the process and its group, or on Windows its descendants; a
 process that has left those survives.
 """
 
@@ -24,11 +24,11 @@ ADOPTS = sys.platform == "linux"
 """Whether a guard kills all descendants, including daemons."""
 
 GRACE_S = 0.5
-"""For processes to notice that their parent has ended, and to clean up."""
+"""The time that processes get to notice that their parent has ended, and to clean up."""
 
 _SUBREAPER, _SIGNAL_ON_PARENTS_DEATH = 36, 1  # linux/prctl.h
 _NOTICED = (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM) if sys.platform == "linux" else ()
-# Far longer than any of them takes, unless a driver or a network disk holds it up.
+# Far longer than any process needs to exit, unless a driver or a network disk holds it up.
 _END_S = 5.0
 
 
@@ -36,8 +36,8 @@ def enter(orphaned_s: float = _END_S) -> None:
     """Continue as the child of a guard, in a new session; the guard keeps this process's id.
 
     The guard exits with the child's status, after everything that the child has started. On SIGTERM, it kills
-    all of them; if its own parent dies, it does so, too, but lets them exit on their own for at most
-    ``orphaned_s`` seconds. Does nothing on systems other than Linux. The process must not have threads.
+    all of them. If its own parent dies, it first gives them ``orphaned_s`` seconds to exit on their own.
+    Does nothing on systems other than Linux. The process must not have threads.
     """
     if sys.platform != "linux":
         return
@@ -72,14 +72,14 @@ def end(pid: int) -> None:
 
 def _kill(processes: list[psutil.Process]) -> None:
     for process in processes:
-        with suppress(psutil.Error):  # it has just exited, or belongs to another user
+        with suppress(psutil.Error):  # the process has just exited, or belongs to another user
             process.kill()
 
 
 def _guard(child: int, orphaned_s: float) -> int:
-    """Wait until the child exits or must be killed; its status, once no descendant is left."""
+    """Wait until the child exits or must be killed; return its status once no descendant is left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A reader notices the child's exit by its closed pipes, of which the guard must not keep copies.
+    # A reader notices the child's exit by its closed pipes, so the guard must not keep them open.
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             os.close(int(descriptor))
@@ -88,7 +88,7 @@ def _guard(child: int, orphaned_s: float) -> int:
     while child not in statuses and number == signal.SIGCHLD:
         number = signal.Signals(signal.sigwait(_NOTICED))
         _reap(statuses)
-    # When its parent dies, a rank ends by itself, and removes its folder first.
+    # When its parent dies, a rank exits by itself, and removes its folder first.
     grace_s = {signal.SIGCHLD: GRACE_S, signal.SIGHUP: orphaned_s, signal.SIGTERM: 0.0}[number]
     until_s = time.monotonic() + grace_s
     while _reap(statuses) and (left_s := until_s - time.monotonic()) > 0:
@@ -101,7 +101,7 @@ def _guard(child: int, orphaned_s: float) -> int:
 
 
 def _reap(statuses: dict[int, int]) -> bool:
-    """Store the statuses of children that have exited; whether there are others."""
+    """Store the statuses of children that have exited; return whether there are others."""
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             statuses[ended[0]] = ended[1]

@@ -1,4 +1,4 @@
-"""Why ranks hang, worked out from where each of them is."""
+"""Explains why ranks hang, from where each of them is."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -7,11 +7,11 @@ from vgpu.collectives.table import SAME_ELEMENTS
 from vgpu.launch.call_sites import CallSite, CollectiveRecord, RankState
 
 STOPPED = "is stopped"
-"""The stage of a rank whose process was stopped by a signal: it neither continues nor answers."""
+"""The stage of a rank whose process was stopped by a signal; it neither runs nor answers."""
 
 
 def explain(states: Sequence[RankState | None], name_file: Callable[[str], str]) -> str:
-    """One line for each rank, then which collectives wait for whom.
+    """Return a line for each rank, then lines about which collectives wait for which ranks.
 
     A rank without a state didn't answer. ``name_file`` turns a file name into one that the reader
     knows, such as "Cell In[3]".
@@ -21,7 +21,7 @@ def explain(states: Sequence[RankState | None], name_file: Callable[[str], str])
 
 
 def is_deadlock(states: Sequence[RankState | None], within_s: float = float("inf")) -> bool:
-    """Whether no rank can ever continue: each waits for one that has returned or is waiting, too.
+    """Whether no rank can ever continue: each waits for one that has returned, is stopped, or waits.
 
     Considers collectives, for which the flight recorder knows who has arrived, blocking ``send`` and
     ``recv``, and ``new_group``. The answer is certain if no rank made progress while the states were
@@ -42,7 +42,10 @@ def is_deadlock(states: Sequence[RankState | None], within_s: float = float("inf
 
 
 def _cannot_go_on(states: Sequence[RankState | None], rank: int, others: set[int]) -> bool:
-    """Whether a rank waits for something that one of the others hasn't started."""
+    """Whether a rank waits for something that one of ``others`` hasn't started.
+
+    For a collective, also if one of ``others`` is a stopped member, or if the calls don't match.
+    """
     state = states[rank]
     assert state is not None
     if state.message is not None:
@@ -58,7 +61,7 @@ def _cannot_go_on(states: Sequence[RankState | None], rank: int, others: set[int
 
 
 def _missing_peer(states: Sequence[RankState | None], rank: int) -> set[int]:
-    """The other end of the message that a rank waits for, if it has started fewer of them."""
+    """Return the peer of the message that a rank waits for, if it has started fewer of them."""
     state = states[rank]
     assert state is not None and state.message is not None
     message = state.message
@@ -76,7 +79,7 @@ def _missing_peer(states: Sequence[RankState | None], rank: int) -> set[int]:
 
 
 def _missing_in_new_group(states: Sequence[RankState | None], state: RankState) -> set[int]:
-    """Ranks of a group that's being created which have called new_group less often."""
+    """Return the ranks of a new group that haven't called new_group as often, or are stopped."""
     return {
         rank
         for rank in state.new_group
@@ -87,12 +90,12 @@ def _missing_in_new_group(states: Sequence[RankState | None], state: RankState) 
 
 
 def progress(states: Sequence[RankState | None]) -> tuple[object, ...]:
-    """A fingerprint of the ranks' states, which is equal if none of them has made progress."""
+    """Return a fingerprint of the ranks' states that stays the same if no rank makes progress."""
     return tuple(s and (s.stage, s.waits, s.call_site, tuple(s.collectives)) for s in states)
 
 
 def at(call_site: CallSite | None, name_file: Callable[[str], str]) -> str:
-    """A line of code as "Cell In[3], line 2: dist.barrier()"."""
+    """Format a line of code as "Cell In[3], line 2: dist.barrier()"."""
     if call_site is None:
         return "an unknown line"
     file = name_file(call_site.filename)
@@ -108,11 +111,11 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def _times_out_in_s(state: RankState) -> float:
-    """Seconds from its start after which a rank's wait times out."""
+    """Return the seconds after which a rank's wait times out, from its start."""
     if not (state.message or state.unfinished):
         return float("inf")
     if state.call_site and re.search(r"\.wait\([^)]", state.call_site.text):
-        return 0.0  # work.wait(timeout): only the rank knows how long that is
+        return 0.0  # work.wait(timeout): only the rank knows the timeout
     group = state.message.group if state.message else state.unfinished[0].group.partition("/")[0]
     return state.timeouts_s.get(group, float("inf"))
 
@@ -145,7 +148,7 @@ def _describe(state: RankState | None, name_file: Callable[[str], str]) -> str:
 
 
 def _explain_collectives(states: Sequence[RankState | None]) -> list[str]:
-    """For the oldest unfinished collective of each rank: who has arrived, and who never came."""
+    """Say which ranks arrived at each rank's oldest unfinished collective, and which didn't."""
     silent = [rank for rank, s in enumerate(states) if s is None or s.stage == STOPPED]
     lines = mismatches(states)
     for record in _oldest(states):
@@ -170,7 +173,7 @@ def _explain_collectives(states: Sequence[RankState | None]) -> list[str]:
 
 
 def mismatches(states: Sequence[RankState | None]) -> list[str]:
-    """Mismatches in unfinished collectives: different names or sizes on different ranks."""
+    """Describe mismatches in unfinished collectives: different names or sizes on different ranks."""
     lines = []
     for record in _oldest(states):
         records = _records(states, record)
@@ -189,7 +192,7 @@ def mismatches(states: Sequence[RankState | None]) -> list[str]:
 
 
 def _oldest(states: Sequence[RankState | None]) -> list[CollectiveRecord]:
-    """The oldest unfinished collective of each rank, without duplicates."""
+    """Return the oldest unfinished collective of each rank, without duplicates."""
     oldest: dict[tuple[str, int], CollectiveRecord] = {}
     for state in states:
         for record in (state.unfinished if state else [])[:1]:
@@ -204,7 +207,7 @@ def _which(record: CollectiveRecord) -> str:
 def _records(
     states: Sequence[RankState | None], wanted: CollectiveRecord
 ) -> dict[int, CollectiveRecord]:
-    """The records of a collective on all ranks that have started it, finished or not."""
+    """Return the records of a collective from all ranks that have started it, finished or not."""
     return {
         rank: record
         for rank, state in enumerate(states)
@@ -220,7 +223,7 @@ def _is_mismatch(records: Collection[CollectiveRecord]) -> bool:
 
 
 def _missing(states: Sequence[RankState | None], wanted: CollectiveRecord) -> list[int]:
-    """Members of the group that haven't started the collective."""
+    """Return the members of the group that haven't started the collective, except stopped ones."""
     return [
         rank
         for rank in sorted(_members(states, wanted))

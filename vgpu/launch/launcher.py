@@ -32,13 +32,13 @@ from vgpu.launch.processes import RankProcess, RankProcesses
 from vgpu.launch.rank import Job, dumps_call, inside_rank, result_path
 
 RANKS_PER_CORE = 16
-"""With more processes per core, they mostly wait for each other and fill up memory."""
+"""The limit: with more processes per core, they mostly wait for each other and fill up memory."""
 
 START_LIMIT_S = 180.0
 """Limit for all ranks to join the process group; a kernel's first run imports torch for them."""
 
 FIRST_LOOK_S = 0.5
-"""When the ranks are first checked for a deadlock; the time between checks doubles."""
+"""The time until the ranks are first checked for a deadlock; the time between checks doubles."""
 
 RELEASE_LIMIT_S = 10.0
 """Limit for the ranks' processes to exit once every function has returned."""
@@ -65,8 +65,8 @@ def run(
     machine's cores.
 
     With ``gpu``, a preset or a GPUSpec, each rank has a GPU: a real one if the machine has enough
-    of them and VGPU_DEVICES is not "vgpu", otherwise a virtual one of that model, whose memory
-    ``memory_bytes`` overrides. It is the rank's current device,
+    of them and VGPU_DEVICES is not "vgpu", otherwise a virtual one of that model, whose memory size
+    ``memory_bytes`` overrides. The GPU is the rank's current device,
     ``torch.device(torch.accelerator.current_accelerator().type, rank)``; collectives run over NCCL
     or, for virtual GPUs, over gloo.
 
@@ -103,7 +103,7 @@ def run(
 def _follow(
     processes: RankProcesses, limit_s: float | None, arrived: Callable[[RankProcess], bool]
 ) -> None:
-    """Listen until every rank has arrived; raise its failure, or RanksHung when the time is up."""
+    """Listen until every rank has arrived; raise a rank's failure, or RanksHung if the time is up."""
     began_s = time.monotonic()
     deadline_s = float("inf") if limit_s is None else began_s + limit_s
     look_s = began_s + FIRST_LOOK_S
@@ -122,8 +122,7 @@ def _follow(
         if certain or now_s >= deadline_s:
             time_s = min(round(now_s - began_s, 1), deadline_s - began_s)
             raise failures.hang_error(processes.ranks, states, time_s, certain)
-        # A check costs the ranks a little time, and the longer they have run, the less urgent it
-        # is.
+        # A check costs the ranks a little time, and is less urgent the longer they have run.
         look_s = now_s + (now_s - began_s)
 
 
@@ -136,7 +135,7 @@ def _raise_failure(processes: RankProcesses) -> None:
     while time.monotonic() < until_s:
         processes.listen(until_s)
         if all(map(failures.has_lost_peer, filter(failures.has_failed, processes.ranks))):
-            # They lost a rank whose own death hasn't been noticed yet.
+            # These ranks lost a rank whose own death hasn't been noticed yet.
             until_s = min(time.monotonic() + 0.2, began_s + 5)
     if any(rank.died for rank in processes.ranks):
         processes.ask_states(time_s=1)
@@ -197,7 +196,7 @@ def _check(
 def _virtual_gpus(
     nprocs: int, gpu: str | vgpu.GPUSpec | None, memory_bytes: int | None
 ) -> tuple[vgpu.GPUSpec, int] | None:
-    """The model and memory of each rank's virtual GPU; None if ranks have real GPUs, or none."""
+    """Return the model and memory of each rank's virtual GPU; None if ranks have none."""
     if gpu is None:
         if memory_bytes is not None:
             raise ValueError(
@@ -235,7 +234,7 @@ def _jobs(
     defaults = dict(call_sites.RECORDER)
     if interface := loopback():
         defaults["GLOO_SOCKET_IFNAME"] = interface  # all ranks are on this machine
-    # Another thread may be starting the forkserver: its variable must not reach a rank.
+    # Another thread may be starting the forkserver, whose variable must not reach a rank.
     inherited = {name: value for name, value in os.environ.items() if name != SOCKETS_FOLDER}
     # The source of a cell is only in linecache, in entries without a modification time.
     sources = {n: e for n, e in linecache.cache.items() if len(e) == 4 and e[1] is None}
@@ -258,14 +257,14 @@ def _jobs(
 
 
 def cores() -> int:
-    """The number of cores that this process may use, which a scheduler or container can limit."""
+    """Return the number of cores that this process may use; a scheduler or container can limit it."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def threads_per_rank(ranks: int) -> int:
-    """Each rank's share of the cores, at least 1, for ``torch.set_num_threads``."""
+    """Return each rank's share of the cores, at least 1, for ``torch.set_num_threads``."""
     return max(1, cores() // ranks)
 
 
@@ -275,29 +274,30 @@ def real_gpus_for(ranks: int) -> bool:
 
 
 def backend(device_type: str) -> str:
-    """The backend for ``init_process_group`` of ranks whose tensors are on that type of device."""
+    """Return the backend for ``init_process_group`` of ranks with tensors on that type of device."""
     return {"cuda": "cpu:gloo,cuda:nccl", "vgpu": "cpu:gloo,vgpu:vccl"}.get(device_type, "gloo")
 
 
 def loopback() -> str | None:
-    """The machine's loopback network interface; None if it has no name.
+    """Return the machine's loopback network interface; None if it has no name.
 
-    Ranks on one machine use it (GLOO_SOCKET_IFNAME). Otherwise gloo looks up the machine's own
-    name, which fails on some machines.
+    Ranks on one machine use this interface (GLOO_SOCKET_IFNAME). Otherwise gloo looks up the
+    machine's own name, which fails on some machines.
     """
     interfaces = socket.if_nameindex() if hasattr(socket, "if_nameindex") else []
     return next((name for _, name in interfaces if name in ("lo", "lo0")), None)
 
 
 def free_port() -> int:
-    """A rendezvous port for ranks: free now, and outside the range that systems assign
-    automatically.
+    """Return a rendezvous port for ranks that is free now and isn't assigned automatically.
 
     A program that asks for any free port gets one above 32767 on Linux and above 49151 elsewhere,
     so one of those might be taken before the ranks have started. Raises OSError if none of 100
     ports is free.
     """
-    ports = random.SystemRandom().sample(range(20_000, 30_000), 100)  # ignores the user's seed
+    ports = random.SystemRandom().sample(
+        range(20_000, 30_000), 100
+    )  # not affected by the user's seed
     for port in ports:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

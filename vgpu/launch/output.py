@@ -1,8 +1,8 @@
-"""The ranks' output: time-stamped by the ranks, and merged in that order by the parent.
+"""The ranks' output, which the ranks time-stamp and the parent merges in order of time.
 
 Each rank writes to its own pipe. Reading several pipes loses the order in which things were printed, so the
 output of ranks that print in turn, with a barrier in between, would be shuffled. Therefore every piece of
-text has the time at which it was written: all processes of a machine share one monotonic clock.
+text has the time at which it was written; all processes of a machine share one monotonic clock.
 """
 
 import codecs
@@ -47,7 +47,7 @@ class _StampedWriter(io.RawIOBase):
 
 
 def redirect(output: Connection) -> None:
-    """In a rank: redirect stdout and stderr to ``output``, including those of C and C++ code."""
+    """In a rank, redirect stdout and stderr to ``output``, including those of C and C++ code."""
     if os.name == "nt":
         send: Callable[[bytes], None] = output.send_bytes
     else:
@@ -91,7 +91,7 @@ class _Reader:
     dropped_characters: int = 0
 
     def read(self, data: bytes) -> list[_Text]:
-        """The lines that these bytes complete."""
+        """Return the lines that these bytes complete."""
         data = self.rest + data
         # The last mark may be incomplete; keep it for the next read.
         cut = data.rfind(b"\0", max(0, len(data) - _LONGEST_MARK))
@@ -108,7 +108,7 @@ class _Reader:
         return texts + self._split(data[start:])
 
     def finish(self) -> list[_Text]:
-        """Incomplete lines at the end."""
+        """Return the incomplete lines at the end."""
         rests = [self._text(rest + "\n", stream) for stream, rest in self.partial.items() if rest]
         if self.dropped_characters:
             note = f"[...] {self.dropped_characters:,} more characters of this rank are not shown\n"
@@ -137,7 +137,7 @@ class _Reader:
 
 
 class RankOutput:
-    """In the parent: prints the output of all ranks, live in order of time, or at the end by rank."""
+    """In the parent, prints the output of all ranks, live in order of time, or at the end by rank."""
 
     def __init__(self, world_size: int, *, by_rank: bool) -> None:
         self._readers = [_Reader(rank) for rank in range(world_size)]
@@ -150,10 +150,10 @@ class RankOutput:
         self._texts += self._readers[rank].read(data)
 
     def show(self, before_ns: int) -> bool:
-        """Print everything older than ``before_ns``; True if something is left for later.
+        """Print everything older than ``before_ns``; return whether something is left for later.
 
-        What's newer than the last read of the pipes has to wait: another rank may have written something
-        older in the meantime.
+        Text that's newer than the last read of the pipes has to wait: another rank may have written
+        something older in the meantime.
         """
         if self._by_rank:
             return False
@@ -182,7 +182,7 @@ class RankOutput:
             target.flush()
 
     def _prefixed(self, text: _Text) -> str:
-        """The text with its rank; a progress bar overwrites only its own last state."""
+        """Prefix the text with its rank; a progress bar overwrites only its own last state."""
         same_line = self._open_bar == text.rank
         before = "" if self._open_bar is None else "\r" if same_line else "\n"
         is_bar = text.text.startswith("\r")

@@ -1,4 +1,4 @@
-"""The processes of one run: starts them, listens to them, and ends them whatever happens."""
+"""Starts the processes of one run, listens to them, and ends them whatever happens."""
 
 import os
 import shutil
@@ -42,7 +42,7 @@ class RankProcess:
     ended_ns: int | None = None
     """When its process was found to have exited."""
     exit_code: int | None = None
-    """As in multiprocessing: negative if a signal ended the process."""
+    """The exit code as in multiprocessing: negative if a signal ended the process."""
 
     @property
     def died(self) -> bool:
@@ -50,12 +50,12 @@ class RankProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped its process."""
+        """Whether a signal has stopped the rank's process."""
         if self.joined is None:
             return False
         try:
             return psutil.Process(self.joined.pid).status() == psutil.STATUS_STOPPED
-        except psutil.NoSuchProcess:  # it has exited in the meantime
+        except psutil.NoSuchProcess:  # the process has exited in the meantime
             return False
 
     def send(self, message: object) -> None:
@@ -69,7 +69,7 @@ class RankProcesses:
 
     def __init__(self, jobs: list[Job], call: bytes, output: RankOutput) -> None:
         self.ranks: list[RankProcess] = []
-        # The ranks know its name before it exists, and delete it if this process is killed.
+        # The ranks know this name before the folder exists, and delete it if this process is killed.
         self.scratch = Path(tempfile.gettempdir(), f"launch-{os.getpid()}-{uuid.uuid4().hex}")
         self._jobs = jobs
         self._call = call
@@ -95,7 +95,7 @@ class RankProcesses:
         self._output.finish()
 
     def listen(self, until_s: float) -> None:
-        """Wait for what ranks send, and read it, until that point of ``time.monotonic()``."""
+        """Read what ranks send until ``time.monotonic()`` reaches ``until_s``."""
         alive = [rank for rank in self.ranks if rank.ended_ns is None]
         pipes = [p for rank in alive for p in (rank.control, rank.output) if not p.closed]
         sentinels = [rank.process.sentinel for rank in alive]
@@ -103,8 +103,8 @@ class RankProcesses:
         ready = wait([*pipes, *sentinels], timeout_s)
         now_ns = time.monotonic_ns()
         for rank in alive:
-            # All that a dead process wrote is in its pipe. A live one may keep writing, and the
-            # others need their turn.
+            # A dead process's pipe has everything that it wrote. A live one may keep writing, and
+            # the others need their turn.
             ended = rank.process.sentinel in ready
             self._read_output(rank, everything=ended)
             self._read_control(rank)
@@ -114,9 +114,9 @@ class RankProcesses:
         self._output_waits = self._output.show(now_ns)
 
     def ask_states(self, time_s: float) -> list[RankState | None]:
-        """Where each rank is; None for a rank that doesn't answer in that time.
+        """Return where each rank is; None for a rank that doesn't answer in that time.
 
-        A rank that has failed or exited is where it last said it was.
+        For a rank that has failed or exited, it's the last state that it sent.
         """
         before = {}
         for rank in self.ranks:
@@ -135,7 +135,7 @@ class RankProcesses:
         return [rank.state for rank in self.ranks]
 
     def release(self, time_s: float) -> None:
-        """Let ranks that have sent their results exit, and wait at most that long for them."""
+        """Let ranks that have sent their results exit, and wait for them for at most ``time_s``."""
         for rank in self.ranks:
             rank.send("release")
         until_s = time.monotonic() + time_s
@@ -165,7 +165,7 @@ class RankProcesses:
             output.close()
             raise
         finally:
-            # Once only the rank holds its ends, a closed pipe means that the rank is gone.
+            # Once only the rank holds its ends of the pipes, a closed one means that it's gone.
             control_there.close()
             output_there.close()
         self.ranks.append(RankProcess(job.rank, process, control, output))

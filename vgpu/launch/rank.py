@@ -49,8 +49,8 @@ def _end_forkserver(folder: str, forkserver: int) -> None:
 if SOCKETS_FOLDER in os.environ:  # the forkserver imports this module last
     atexit.register(_end_forkserver, os.environ[SOCKETS_FOLDER], os.getpid())
     backend.prepare()
-    # A rank never frees what it was forked with. Each of its garbage collections would go through
-    # all of torch, and copy every object's page by touching it. What is already garbage stays, too:
+    # A rank never frees the objects that it was forked with. Each of its garbage collections would
+    # go through all of torch, and touching an object copies its page. Existing garbage stays, too:
     # a megabyte, which would take a quarter of a second to find.
     gc.freeze()
     gc.enable()
@@ -61,7 +61,7 @@ if SOCKETS_FOLDER in os.environ:  # the forkserver imports this module last
 
 @dataclass
 class Job:
-    """Everything that a rank needs to know when it starts."""
+    """Everything that a rank needs in order to start."""
 
     rank: int
     world_size: int
@@ -140,7 +140,7 @@ class _Rank:
             self._control.send(message)
 
     def receive(self) -> Any:
-        """The parent's next message. If the parent is gone, this process exits."""
+        """Return the parent's next message. If the parent is gone, this process exits."""
         try:
             message = self._control.recv_bytes()
         except (EOFError, OSError):
@@ -162,7 +162,7 @@ class _Rank:
     def tell_before_cpp_aborts(self) -> None:
         """Tell the parent where the rank is before an uncaught C++ exception ends it.
 
-        gloo throws one in its own thread if ranks bring different numbers of bytes to a collective.
+        gloo throws one in its own thread if ranks pass different numbers of bytes to a collective.
         The parent then knows every rank's collectives, as in a hang.
         """
         cpp = ctypes.CDLL("libstdc++.so.6")
@@ -173,14 +173,14 @@ class _Rank:
         def tell() -> None:
             if os.getpid() == process:  # not in a process forked from the rank
                 self.send_state()
-            before()  # prints the exception and ends the process
+            before()  # the previous handler prints the exception and ends the process
 
-        self._tell = handler_type(tell)  # C++ keeps only its address
+        self._tell = handler_type(tell)  # kept alive here, since C++ has only its address
         before = set_terminate(self._tell)
 
     def _end_with_parent(self) -> NoReturn:
         # A forkserver's children outlive the notebook's kernel. A killed kernel doesn't clean up,
-        # so the ranks remove the folder, and end their own children and themselves.
+        # so the ranks remove the folder, end their own children, and exit.
         for _ in range(3):  # another rank may be writing into it
             shutil.rmtree(self.scratch, ignore_errors=True)
             if not self.scratch.exists():
@@ -205,8 +205,8 @@ def main(control: Connection, output: Connection, scratch: Path) -> None:
     """
     global _rank
     if hasattr(os, "setsid"):
-        # A process group of its own: the Stop button's signal goes to the kernel's group, for the
-        # parent to handle; and whatever this rank starts can be ended together with it.
+        # The rank gets a process group of its own: the Stop button's signal goes to the kernel's
+        # group, for the parent to handle, and whatever the rank starts can be ended together with it.
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     guard.enter()
@@ -231,7 +231,7 @@ def main(control: Connection, output: Connection, scratch: Path) -> None:
 
 
 def as_if_fresh() -> None:
-    """In a forked process: set up the autograd engine and random numbers of a new process.
+    """In a forked process, set up the autograd engine and random numbers as in a new process.
 
     The first operation that saves a tensor for backward replaces the engine, without a lock
     (``PythonEngine::get_python_engine`` in torch/csrc/autograd/python_engine.cpp). If two of
@@ -256,7 +256,7 @@ def _prepare(job: Job) -> None:
 
 
 def _outcome(rank: _Rank, job: Job) -> Result | Failure:
-    """Call the function and write its result."""
+    """Call the function, write its result, and return the outcome."""
     kind = "unreadable"
     try:
         with function_path(rank.scratch).open("rb") as file:
@@ -273,7 +273,7 @@ def _outcome(rank: _Rank, job: Job) -> Result | Failure:
     except SystemExit as error:
         return _failure("exited", error)
     except BaseException as error:
-        # What it brought to a collective may explain why another rank died in it.
+        # What this rank passed to a collective may explain why another rank died in it.
         rank.send_state()
         return _failure(kind, error)
     return Result()
@@ -289,7 +289,7 @@ def _join_group(job: Job, scratch: Path) -> None:
         store=store,
         rank=job.rank,
         world_size=job.world_size,
-        # Let the parent's limit expire first: it knows more about a hang than the group does.
+        # Let the parent's limit expire first: the parent knows more about a hang than the group.
         timeout=timedelta(days=1),
     )
     # A function might leave the group at once, closing connections that others are still making.
@@ -310,7 +310,7 @@ def _failure(kind: str, error: BaseException) -> Failure:
         content = dumps(error.with_traceback(None))
         pickle.loads(content)
     except Exception:
-        # Many exceptions don't survive pickling; the text always does.
+        # Many exceptions can't be pickled; their text always can.
         content = None
     return Failure(
         stamp_ns,
@@ -343,7 +343,7 @@ class _Pickler(cloudpickle.Pickler):
             return _code_in_its_file, (make, parts, obj.co_filename)
         own_class = isinstance(obj, ModuleType) and type(obj) is not ModuleType
         if own_class and sys.modules.get(name := obj.__name__) is obj:
-            # For example torch.ops, which cloudpickle would send as an instance of its class.
+            # An example is torch.ops, which cloudpickle would send as an instance of its class.
             return importlib.import_module, (name,)
         device = obj
         if isinstance(obj, torch.Tensor) or type(obj).__module__.startswith("vgpu."):
@@ -362,20 +362,20 @@ class _Pickler(cloudpickle.Pickler):
 def dump(value: Any, file: IO[bytes]) -> None:
     """Write a value with cloudpickle; whatever is defined in a cell is pickled by value.
 
-    Raises what pickling raises, and TypeError for anything on a virtual GPU.
+    Raises the exceptions of pickling, and TypeError for anything on a virtual GPU.
     """
     _Pickler(file).dump(value)
 
 
 def dumps(value: Any) -> bytes:
-    """What ``dump`` writes."""
+    """Return what ``dump`` writes."""
     with io.BytesIO() as file:
         dump(value, file)
         return file.getvalue()
 
 
 def dumps_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """(function, args) as ``dump`` writes it; TypeError names what can't be pickled."""
+    """Return (function, args) as ``dump`` writes it; raises TypeError naming what can't be pickled."""
     try:
         return dumps((function, args))
     except Exception as error:

@@ -4,10 +4,8 @@ A block belongs to a storage, so it's counted once, however many tensors view it
 last reference, whether a variable or a tensor saved by autograd. The block is an attribute of the
 storage's Python object, which torch keeps alive as long as the storage itself.
 
-What CUDA's caching allocator would reserve for the blocks is computed on demand (records.py); it
-doesn't decide what fits.
-
-Left out: the memory of CUDA's context.
+What CUDA's caching allocator would reserve for the blocks is computed on demand (records.py), and
+doesn't decide what fits. The memory of CUDA's context isn't counted.
 """
 
 import threading
@@ -30,7 +28,7 @@ def rounded(request_bytes: int) -> int:
     return -(-request_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
 
 
-several_streams = False  # time/streams.py sets it: until then each block is on a default stream
+several_streams = False  # set by time/streams.py; until then, each block is on a default stream
 
 
 class Borrowed(Protocol):
@@ -42,14 +40,14 @@ class Borrowed(Protocol):
 
 
 borrowed: list[Borrowed] = []
-"""Tensors that may be kept alive by gloo alone; a collective appends its own, holding the lock."""
+"""Tensors that gloo alone may keep alive; a collective appends its own while it holds the lock."""
 borrowed_lock = (
     threading.RLock()
 )  # a finalizer that counts bytes may run in the thread that holds it
 
 
 def _wait_for_returns() -> None:
-    """Before bytes are counted: wait until gloo has dropped the tensors of finished collectives."""
+    """Wait until gloo has dropped the tensors of finished collectives, before bytes are counted."""
     with borrowed_lock:
         dropped = [each for each in borrowed if each.is_dropped()]
         borrowed[:] = [each for each in borrowed if each not in dropped]
@@ -57,9 +55,9 @@ def _wait_for_returns() -> None:
         each.wait_for_return()
 
 
-# A finalizer may run between any two instructions, also in a thread that holds the lock.
+# A finalizer may run between any two instructions, even in a thread that holds the lock.
 _lock = threading.RLock()
-_acquire, _release = _lock.acquire, _lock.release  # for each tensor: with takes twice as long
+_acquire, _release = _lock.acquire, _lock.release  # called for each tensor; with is half as fast
 _memories: "list[DeviceMemory]" = []
 _records: list[MemoryRecord] = []
 _depth = 0  # of the current host: 0 for the real one, 1 for one of a cluster
@@ -69,8 +67,8 @@ _depth = 0  # of the current host: 0 for the real one, 1 for one of a cluster
 def record_memory(label: Callable[[], str] | None = None) -> Iterator[MemoryRecord]:
     """Record every allocation and free on any virtual GPU inside the block.
 
-    label: called at each allocation, in its thread; the result is stored in the event. Inside
-    ``vgpu.cluster`` the record excludes GPUs outside of it, where garbage may be collected meanwhile.
+    ``label`` is called at each allocation, in its thread; the result is stored in the event. Inside
+    ``vgpu.cluster``, the record excludes GPUs outside of it, where garbage may be collected meanwhile.
     """
     with _lock:
         record = MemoryRecord(_memories, label, _depth)
@@ -86,7 +84,7 @@ def record_memory(label: Callable[[], str] | None = None) -> Iterator[MemoryReco
 def of_another_host() -> Iterator[None]:
     """Memories created in the block belong to another host, which ceases to exist at its end.
 
-    Freeing something on a host that no longer exists changes its counters, but no record.
+    Freeing a block on a host that no longer exists changes its counters, but no record.
     """
     global _depth
     others = _memories[:]
@@ -108,7 +106,7 @@ class DeviceMemory:
     def __init__(
         self, device: torch.device, capacity_bytes: int, current_stream: Callable[[int], int]
     ) -> None:
-        """current_stream: maps a GPU's index to the number of its current stream."""
+        """``current_stream`` maps a GPU's index to the number of its current stream."""
         self.device = device
         self._current_stream = current_stream
         self.capacity_bytes = capacity_bytes
@@ -125,7 +123,7 @@ class DeviceMemory:
         _memories.append(self)
 
     def settled(self) -> "DeviceMemory":
-        """``self``, once nothing that has been freed is still counted."""
+        """Return ``self``, once nothing that has been freed is still counted."""
         if borrowed:
             _wait_for_returns()
         return self
@@ -135,7 +133,7 @@ class DeviceMemory:
         return self.allocation_count - self.freed_count
 
     def require(self, request_bytes: int) -> int:
-        """The rounded size of a request; OutOfMemoryError if it doesn't fit."""
+        """Return the rounded size of a request; raises OutOfMemoryError if it doesn't fit."""
         size_bytes = rounded(request_bytes)
         most_bytes = self.capacity_bytes if self.allowed_bytes is None else self.allowed_bytes
         if self.allocated_bytes + size_bytes > most_bytes:
@@ -155,7 +153,7 @@ class DeviceMemory:
                 or self.allowed_bytes is not None
             ):
                 self.require(request_bytes)
-            block = Block(self, size_bytes, operation)  # others may be freed meanwhile
+            block = Block(self, size_bytes, operation)  # other blocks may be freed meanwhile
             self.allocation_count += 1
             self.allocated_bytes = allocated_bytes = self.allocated_bytes + size_bytes
             if allocated_bytes > self.peak_bytes:
@@ -205,7 +203,7 @@ class DeviceMemory:
             self.peak_bytes = self.allocated_bytes
             if self.live_block_count:
                 self.reserve.begin_anew()
-            else:  # the old log would have no effect
+            else:  # processing the old log would have no effect
                 self.reserve = Reserve(self.device, self.capacity_bytes)
 
     def reset_peak(self) -> None:
@@ -264,7 +262,7 @@ class DeviceMemory:
         )
 
     def _out_of_memory(self, size_bytes: int) -> str:
-        # The message of CUDACachingAllocator.cpp, which releases cached memory before.
+        # The message is that of CUDACachingAllocator.cpp, which first releases cached memory.
         self.empty_cache()
         # With fragmentation, blocks may have needed more than the capacity (records.py).
         reserved_bytes = min(self.reserved()[0], self.capacity_bytes)
@@ -299,18 +297,18 @@ class Block:
 
     def __init__(self, memory: DeviceMemory, size_bytes: int, operation: str) -> None:
         self.memory = memory
-        self.number = 0  # the reserve's
+        self.number = 0  # as in the reserve (records.py)
         self.size_bytes = size_bytes
         self.operation = operation
-        # Of a shape, created on demand: other blocks belong to storages with values.
+        # The storage of a shape, created on demand; other blocks belong to storages with values.
         self.storage: Any = None
-        # In a recording of virtual time: the operation that allocated it, and its uses since
-        # (races.py).
+        # In a recording of virtual time, the operation that allocated the block, and its uses since
+        # then (races.py).
         self.made: Any = None
         self.uses: Any = None
 
     def resize(self, request_bytes: int, operation: str) -> None:
-        """The storage was resized in place; OutOfMemoryError if it no longer fits."""
+        """Count the new size of a storage resized in place; raises OutOfMemoryError if it doesn't fit."""
         with _lock:
             size_bytes = rounded(request_bytes)
             if size_bytes > self.size_bytes:
@@ -335,14 +333,14 @@ class Block:
 
 
 def _of_rank() -> str:
-    """Which rank ran out of memory: several ranks can have GPUs with the same name."""
+    """Say which rank ran out of memory: several ranks can have GPUs with the same name."""
     if not (dist.is_available() and dist.is_initialized()):
         return ""
     return f" This happened on rank {dist.get_rank()} of {dist.get_world_size()}."
 
 
 def format_size(size_bytes: int) -> str:
-    """Bytes as CUDA's allocator prints them (``format_size`` in CUDACachingAllocator.cpp)."""
+    """Format bytes as CUDA's allocator does (``format_size`` in CUDACachingAllocator.cpp)."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size_bytes >= unit:
             return f"{size_bytes / unit:.2f} {name}"

@@ -1,11 +1,11 @@
 """How much memory CUDA's caching allocator reserves for what a program allocates.
 
-Modeled on PyTorch's c10/cuda/CUDACachingAllocator.cpp, read at commit 001074d, and compared event by
-event with the compiled one of 2.15; comments name its functions and constants. Settings are its
+This is modeled on PyTorch's c10/cuda/CUDACachingAllocator.cpp, read at commit 001074d, and compared event
+by event with the compiled one of 2.15; comments name its functions and constants. The settings are its
 defaults, or ``expandable_segments:True``.
 
-Left out: ``record_stream``, which on CUDA delays the reuse of a block until another stream has caught
-up; and memory that's allocated outside of the allocator (CUDA's context, NCCL).
+The model leaves out ``record_stream``, which on CUDA delays the reuse of a block until another stream has
+caught up, and memory that's allocated outside of the allocator (CUDA's context, NCCL).
 """
 
 from bisect import bisect_left, insort
@@ -21,9 +21,9 @@ _LEAST_BYTES = 512  # kMinBlockSize
 _SMALL_BYTES = _MIB  # kSmallSize: up to here an allocation is small
 _SMALL_SEGMENT_BYTES = 2 * _MIB  # kSmallBuffer
 _LARGE_SEGMENT_BYTES = 20 * _MIB  # kLargeBuffer
-_OWN_SEGMENT_BYTES = 10 * _MIB  # kMinLargeAlloc: from here on, it gets its own segment,
-_OWN_SEGMENT_STEP_BYTES = 2 * _MIB  # kRoundLarge: of a multiple of this
-# Between the first bytes of two segments; more than any GPU has, and whole pages of either pool.
+_OWN_SEGMENT_BYTES = 10 * _MIB  # kMinLargeAlloc: from here on, an allocation gets its own segment,
+_OWN_SEGMENT_STEP_BYTES = 2 * _MIB  # kRoundLarge: whose size is a multiple of this
+# The distance between the starts of two segments: more than any GPU has, and whole pages of either pool.
 SEGMENT_DISTANCE_BYTES = _LARGE_SEGMENT_BYTES << 30
 
 _OLD_BLOCK = -1  # a key that isn't a block number, which start at 0
@@ -47,7 +47,7 @@ class _Piece:
         self.after: _Piece | None = None
 
     def cut(self, size_bytes: int) -> "_Piece":
-        """Keep the first bytes; returns the rest as a new piece."""
+        """Keep the first ``size_bytes``; return the rest as a new piece."""
         rest = _Piece(
             self.pool, self.address + size_bytes, self.size_bytes - size_bytes, self.is_mapped
         )
@@ -77,7 +77,7 @@ class _Piece:
 
     @property
     def reach_bytes(self) -> int:
-        """Its size plus the addresses after it, into which an expandable segment can grow."""
+        """The piece's size plus the addresses after it, into which an expandable segment can grow."""
         after = self.after
         grows = after is not None and not after.is_mapped
         return self.size_bytes + (after.size_bytes if after is not None and grows else 0)
@@ -119,9 +119,9 @@ class _Pool:
         return self.free.pop(at)[2]
 
     def room(self, size_bytes: int) -> _Piece | None:
-        """Where an expandable segment has room for a block (``find_expandable_block``).
+        """Find room for a block in an expandable segment (``find_expandable_block``).
 
-        It starts at addresses without memory, or at a free piece right before them.
+        The room starts at addresses without memory, or at a free piece right before them.
         """
         for _, unmapped in self.unmapped:
             start = unmapped
@@ -144,7 +144,7 @@ class Segment(NamedTuple):
     stream: int
     is_small: bool
     pieces: list[tuple[int, int, int | None]]
-    """In order: address, bytes, and the number of the block in use, if any."""
+    """The pieces in order: address, bytes, and the number of the block in use, if any."""
 
 
 class CachingAllocator:
@@ -157,9 +157,9 @@ class CachingAllocator:
         expandable_segments: bool = False,
         may_exceed_capacity: bool = False,
     ) -> None:
-        """device: for messages. capacity_bytes: the most that can be reserved.
+        """``device`` is for messages; ``capacity_bytes`` is the most that can be reserved.
 
-        may_exceed_capacity: whether a block that doesn't fit gets memory beyond the capacity, instead of
+        With ``may_exceed_capacity``, a block that doesn't fit gets memory beyond the capacity, instead of
         raising an error.
         """
         self.device = device
@@ -176,7 +176,7 @@ class CachingAllocator:
     def allocate(self, block: int, size_bytes: int, stream: int) -> None:
         """Allocate a block with this number (``malloc``).
 
-        size_bytes: already rounded to a multiple of 512. OutOfMemoryError if it doesn't fit.
+        ``size_bytes`` is already a multiple of 512. Raises OutOfMemoryError if the block doesn't fit.
         """
         is_small = size_bytes <= _SMALL_BYTES
         pool = self._pools.get((stream, is_small))
@@ -260,9 +260,9 @@ class CachingAllocator:
     # Reserving and releasing memory of the GPU
 
     def _take(self, pool: _Pool, size_bytes: int, may_exceed: bool = False) -> _Piece | None:
-        """A free piece of newly reserved memory (``alloc_block``); None if memory ran out.
+        """Return a free piece of newly reserved memory (``alloc_block``); None if memory ran out.
 
-        may_exceed: reserve memory beyond the capacity if necessary.
+        With ``may_exceed``, reserve memory beyond the capacity if necessary.
         """
         if self.expandable_segments:
             return self._expand(pool, size_bytes)
@@ -287,7 +287,7 @@ class CachingAllocator:
         return True
 
     def _expand(self, pool: _Pool, size_bytes: int) -> _Piece | None:
-        """``try_allocate_expandable_block``: the segment grows by whole pages."""
+        """Grow the segment by whole pages (``try_allocate_expandable_block``)."""
         piece = pool.room(size_bytes)
         if piece is None:
             addresses = self.capacity_bytes + self.capacity_bytes // 8
@@ -301,7 +301,7 @@ class CachingAllocator:
             assert rest is not None, "room() found enough"
             if not self._map(rest, min(size_bytes - piece.size_bytes, rest.size_bytes)):
                 return None
-            piece = rest  # merged with the one before
+            piece = rest  # the rest, merged with the piece before
         pool.remove(piece)
         return piece
 
@@ -344,7 +344,7 @@ class CachingAllocator:
         self.reserved_bytes -= piece.size_bytes
         piece.is_mapped = False
         piece.merge()
-        if piece.before is not None or piece.after is not None:  # else nothing is left of it
+        if piece.before is not None or piece.after is not None:  # else the segment is gone
             pool.add(piece)
 
     def _out_of_memory(self, size_bytes: int, stream: int) -> torch.OutOfMemoryError:

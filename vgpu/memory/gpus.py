@@ -12,7 +12,7 @@ from vgpu.memory import blocks as memory
 from vgpu.memory.blocks import DeviceMemory
 
 DEVICE_TYPE = "vgpu"
-# The device that C++ sees. Its type must be one whose index autograd keeps and for which torch ships
+# The device type that C++ sees. It must be a type whose index autograd keeps and for which torch ships
 # no kernels; Lazy is the only one (tensor/tensor.py).
 CPP_DEVICE_TYPE = "lazy"
 # For "vgpu" without an index, C++ asks the device guard for the current device. A guard in Python can
@@ -68,7 +68,7 @@ class _Choices(threading.local):
 class Use:
     """How the GPUs of a host are used, from when they're enabled until they're disabled.
 
-    It starts like a new process: no thread has chosen a device.
+    At the start, as in a new process, no thread has chosen a device.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ in_use = Use()
 
 
 def set_count(count: int, spec: GPUSpec, capacity_bytes: int) -> None:
-    """Make exactly the GPUs 0 to ``count - 1`` available; live tensors stay on them."""
+    """Make exactly the GPUs 0 to ``count - 1`` available; live tensors stay on their GPUs."""
     global in_use
     if _count == 0:
         in_use = Use()
@@ -119,9 +119,9 @@ def _name(count: int) -> None:
 def of_another_host() -> Iterator[None]:
     """In the block, the GPUs of another host can be made available.
 
-    Afterwards the previous GPUs are restored, with their bytes, peaks, generators and each thread's
-    current device and streams. What's still allocated on the others, such as modules in reference
-    cycles, counts only there.
+    Afterwards, the previous GPUs are restored, with their bytes, peaks, generators and each thread's
+    current device and streams. Memory that's still allocated on the other host, for example by modules
+    in reference cycles, counts only there.
     """
     global _known, in_use
     known, before, count = _known, in_use, _count
@@ -140,7 +140,7 @@ def device_count() -> int:
 
 
 def current_index() -> int:
-    """The calling thread's current device; 0 by default, or if that device is no longer available.
+    """Return the calling thread's current device; 0 by default, or if it's no longer available.
 
     In a backward pass, it's the device of the running node, which autograd ensures for CUDA.
     """
@@ -158,7 +158,7 @@ def current_index() -> int:
 def exchange_index(index: int) -> int:
     """Make ``index`` current and return the previous one; a negative index changes nothing.
 
-    In a backward pass, it stays current while the node runs.
+    In a backward pass, the device stays current while the node runs.
     """
     before = current_index()
     if index >= 0:
@@ -173,7 +173,7 @@ def exchange_index(index: int) -> int:
 
 
 def _current_node() -> tuple[tuple[int, int], int | None] | None:
-    """A key for the autograd node that runs in this thread, and its GPU's index."""
+    """Return a key for the autograd node that runs in this thread, and its GPU's index."""
     task = graph_task()
     node = None if task == -1 else torch._C._current_autograd_node()
     if node is None:
@@ -192,15 +192,15 @@ def in_backward() -> bool:
 
 
 stream_priorities: dict[int, int] = {}
-"""By stream number, if it isn't 0; kernels on streams with a negative one overtake others."""
+"""Priorities other than 0, by stream number; kernels on streams with a negative one overtake others."""
 
-# In a recording, by sequence number of an autograd node: the index of a GPU and the number of a stream,
-# for nodes created on a non-default stream.
+# In a recording, the index of a GPU and the number of a stream, by the sequence number of an autograd
+# node; for nodes created on a non-default stream.
 streams_of_nodes: dict[int, tuple[int, int]] = {}
 
 
 def set_streams() -> dict[int, Any]:
-    """The streams set by this thread, or in this backward pass, by the index of their GPU.
+    """Return the streams set by this thread, or in this backward pass, by the index of their GPU.
 
     The engine makes a node's stream current; a hook can set another one on top.
     """
@@ -210,7 +210,7 @@ def set_streams() -> dict[int, Any]:
     if backward == -1:
         under_way.clear()
         return current.streams
-    while under_way and under_way[-1][0] > backward:  # of a pass within this one, which has ended
+    while under_way and under_way[-1][0] > backward:  # from a nested pass that has ended
         under_way.pop()
     if not under_way or under_way[-1][0] != backward:
         under_way.append((backward, {}))
@@ -218,13 +218,13 @@ def set_streams() -> dict[int, Any]:
 
 
 def set_stream_number(index: int) -> int | None:
-    """The number of the stream that this thread has set on a GPU, or None."""
+    """Return the number of the stream that this thread has set on a GPU, or None."""
     stream = set_streams().get(index)
     return None if stream is None else stream.stream_id
 
 
 def current_stream_number(index: int) -> int:
-    """The number of the current stream of a GPU in this thread; 0 is the default stream.
+    """Return the number of the current stream of a GPU in this thread; 0 is the default stream.
 
     In a backward pass, it's the node's stream (only known in a recording), unless a hook set another.
     """
@@ -235,10 +235,10 @@ def current_stream_number(index: int) -> int:
 
 
 def stream_number_of_node(index: int) -> int:
-    """The number of the stream that the engine makes current on a GPU for the running node.
+    """Return the number of the stream that the engine makes current on a GPU for the running node.
 
-    It's that of the node's forward; on other GPUs, the default stream. After the last node, in the
-    engine's callbacks, it's the stream of the caller of ``backward()``.
+    It's the stream of the node's forward; on other GPUs, it's the default stream. After the last node,
+    in the engine's callbacks, it's the stream of the caller of ``backward()``.
     """
     node = torch._C._current_autograd_node()
     if node is None:
@@ -248,20 +248,20 @@ def stream_number_of_node(index: int) -> int:
 
 
 def callers_stream_number(index: int) -> int:
-    """The number of the current stream of a GPU when ``backward()`` was called."""
+    """Return the number of the stream that was current on a GPU when ``backward()`` was called."""
     stream = in_use.current.streams.get(index)
     return 0 if stream is None else stream.stream_id
 
 
 def by_index(index: int) -> VirtualGPU:
-    """The GPU with this ordinal; CUDA's error if there is none."""
+    """Return the GPU with this ordinal; raises CUDA's error if there is none."""
     if 0 <= index < _count:
         return _known[index]
     raise _no_such_device(index)
 
 
 def resolve(device: torch.device) -> VirtualGPU | None:
-    """The GPU for a device, by its name in Python or in C++; None for any other device."""
+    """Return the GPU for a device, by its name in Python or in C++; None for any other device."""
     gpu = _by_device.get(device)
     if gpu is None and device.type in _OUR_TYPES:
         current = device.index is None or device.type == CURRENT_DEVICE_TYPE
@@ -270,7 +270,7 @@ def resolve(device: torch.device) -> VirtualGPU | None:
 
 
 def meant_by(device: Any) -> VirtualGPU:
-    """The GPU for an int, a string, a torch.device or None (the current one)."""
+    """Return the GPU for an int, a string, a torch.device or None (the current one)."""
     if device is None:
         return by_index(current_index())
     if isinstance(device, int):

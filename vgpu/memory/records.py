@@ -1,12 +1,12 @@
-"""What was allocated and freed when, and what CUDA's caching allocator would reserve for it.
+"""Records what was allocated and freed, and computes what CUDA's caching allocator would reserve.
 
 ``MemoryRecord`` is what ``vgpu.record_memory`` returns. ``Reserve`` answers ``memory_reserved`` and the
 like for ``torch.vgpu``. Simulating the allocator takes longer than logging, so allocations are logged,
 in 8 bytes each, and the allocator processes the log when it's queried or when the log gets long.
 
-Left out of ``Reserve``, besides what caching_allocator.py leaves out: outside of a recording, a backward
-pass is taken to allocate on the default stream. CUDA's allocator fails if fragmentation leaves no room;
-a virtual GPU continues, and then has reserved more than its capacity.
+``Reserve`` differs from CUDA's allocator in what caching_allocator.py leaves out, and in two more points.
+Outside of a recording, it assumes that a backward pass allocates on the default stream. And if
+fragmentation leaves no room, CUDA's allocator fails, whereas a virtual GPU exceeds its capacity.
 """
 
 import itertools
@@ -38,11 +38,11 @@ class MemoryEvent:
     device: torch.device
     size_bytes: int
     allocated_bytes: int  # on this device, after the event
-    operation: str  # for a free: the operation that allocated the block
+    operation: str  # for a free, the operation that allocated the block
     block: int  # a number, the same for all events of one block
     block_bytes: int  # the size of the block after the event
     stream: int | None  # where the block was allocated; None if that was before the record
-    label: str = ""  # of an allocation: what the record's ``label`` returned
+    label: str = ""  # for an allocation, what the record's ``label`` returned
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,15 @@ class MemoryRecord:
         label: Callable[[], str] | None = None,
         depth: int = 0,
     ) -> None:
-        """memories: those of all GPUs. label: as for ``record_memory``.
+        """``memories`` are those of all GPUs; ``label`` is as for ``record_memory``.
 
-        depth: that of the host where the record starts; hosts nested in it may have events, too.
+        ``depth`` is that of the host where the record starts; hosts nested in it may have events, too.
         """
         self.events: list[MemoryEvent] = []
         self.depth = depth
         self._label = label
-        # What GPUs hold before the record. A cluster's GPUs have the same names as those outside of
-        # it.
+        # The bytes that GPUs hold before the record. A cluster's GPUs have the same names as those
+        # outside of it.
         self._held: dict[torch.device, dict[Memory, int]] = {}
         self._capacity_bytes: dict[torch.device, int] = {}
         for memory in memories:
@@ -106,13 +106,13 @@ class MemoryRecord:
         expandable_segments: bool = False,
         capacity_bytes: int | None = None,
     ) -> AllocatorStats:
-        """What CUDA's caching allocator would reserve on ``device`` for the same events.
+        """Return what CUDA's caching allocator would reserve on ``device`` for the same events.
 
-        expandable_segments: as in ``PYTORCH_CUDA_ALLOC_CONF``. capacity_bytes: overrides the
-        virtual GPU's capacity. OutOfMemoryError if the allocator would run out of memory.
+        ``expandable_segments`` is as in ``PYTORCH_CUDA_ALLOC_CONF``; ``capacity_bytes`` overrides
+        the virtual GPU's capacity. Raises OutOfMemoryError if the allocator would run out of memory.
 
-        Blocks from before the record are placed as if they had been allocated first, those that are
-        never freed as a single block: start recording before you create the model.
+        Blocks from before the record are placed as if they had been allocated first, and those that
+        are never freed as a single block. So start recording before you create the model.
         """
         wanted = torch.device(device)
         if capacity_bytes is None:
@@ -130,7 +130,7 @@ class MemoryRecord:
         )
 
     def replay(self, allocator: CachingAllocator) -> Iterator[MemoryEvent]:
-        """Replay the events of an allocator's device on it; yields each event afterwards."""
+        """Replay the events of an allocator's device on the allocator; yield each event afterwards."""
         events = self.events_on(allocator.device)
         _allocate_older(events, self.bytes_before(allocator.device), allocator)
         for event in events:
@@ -169,13 +169,16 @@ class MemoryRecord:
         )
 
     def number_of(self, block: object) -> int:
-        """The number that events of a block with bytes have, or will have."""
+        """Return the number that the events of a block with bytes have, or will have."""
         if id(block) not in self._live:
             self._live[id(block)] = next(self._numbers), None
         return self._live[id(block)][0]
 
     def events_on(self, device: torch.device | str) -> list[MemoryEvent]:
-        """The events of ``device``; ValueError if that names a GPU of a cluster and another one."""
+        """Return the events of ``device``.
+
+        Raises ValueError if that names both a GPU of a cluster and another GPU.
+        """
         wanted = torch.device(device)
         if len(self._held.get(wanted, {})) > 1:
             raise ValueError(
@@ -204,12 +207,12 @@ def _allocate_older(
 _NEVER_RELEASED = -2  # a key that isn't a block number, which start at 0
 
 
-# An entry of at least 0 is a new block: its bytes and its stream. Negative ones are _FREE minus a
-# block's number, or one of the others; _RESIZE is followed by a block's number, and its bytes and
-# stream.
+# A log entry of at least 0 is a new block: its bytes and its stream. A negative one is _FREE minus a
+# block's number, or one of the other codes; _RESIZE is followed by a block's number, and its bytes
+# and stream.
 _RESET_PEAK, _EMPTY_CACHE, _RESIZE, _FORGET_RETRIES, _FREE = -1, -2, -3, -4, -5
 _LONGEST_LOG = 2**21  # 16 MiB; the allocator takes a few seconds for it
-_STREAM_BITS = 11  # sizes are multiples of 512 bytes, so 11 more bits leave room for 20
+_STREAM_BITS = 11  # sizes are multiples of 512 bytes, so 11 more bits give a stream 20
 _STREAM_MASK = 2**20 - 1
 
 
@@ -218,29 +221,29 @@ class Reserve:
 
     def __init__(self, device: torch.device, capacity_bytes: int) -> None:
         self._allocator = CachingAllocator(device, capacity_bytes, may_exceed_capacity=True)
-        # A finalizer may append between any two others, so entries that belong together are extended
-        # at once.
+        # A finalizer may append an entry at any time, so entries that belong together are added at
+        # once.
         self._log = array("q")
         self._append = self._log.append
         self._logged_blocks = self._applied_blocks = 0
         self._is_applying = False
 
     def new(self, block_bytes: int, stream: int) -> int:
-        """A new block has ``block_bytes``, a multiple of 512, possibly 0. Returns its number."""
+        """Log a new block of ``block_bytes``, a multiple of 512, possibly 0; return its number."""
         packed = block_bytes << _STREAM_BITS | stream & _STREAM_MASK
         number = self._logged_blocks = self._logged_blocks + 1
-        self._append(packed)  # in order of their numbers, which entries don't repeat
+        self._append(packed)  # in order of the blocks' numbers, which entries don't repeat
         if len(self._log) > _LONGEST_LOG:
             self._shorten_log()
         return number
 
     def resized(self, block: int, block_bytes: int, stream: int) -> None:
-        """The block with this number now has ``block_bytes``, possibly 0."""
+        """Log that the block with this number now has ``block_bytes``, possibly 0."""
         packed = block_bytes << _STREAM_BITS | stream & _STREAM_MASK
         self._log.extend((_RESIZE, block, packed))
 
     def freed(self, block: int) -> None:
-        """The block with this number, which wasn't empty, was freed."""
+        """Log that the block with this number, which wasn't empty, was freed."""
         self._append(_FREE - block)
         if len(self._log) > _LONGEST_LOG:
             self._shorten_log()
@@ -262,7 +265,7 @@ class Reserve:
             self.now().capacity_bytes = capacity_bytes
 
     def now(self) -> CachingAllocator:
-        """The allocator, after processing the log."""
+        """Return the allocator, after processing the log."""
         count = len(self._log)
         entries = iter(self._log[:count])
         del self._log[:count]  # blocks may be freed in the meantime; their entries come later

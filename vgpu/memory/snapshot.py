@@ -3,8 +3,8 @@
 PyTorch's viewers read it: ``torch.cuda._memory_viz`` and https://docs.pytorch.org/memory_viz.
 Blocks are where CUDA's caching allocator would put them (caching_allocator.py).
 
-Left out: C++ frames, and the frames of releases; sizes before rounding up to 512 bytes; times
-(entries are numbered instead); failed allocations.
+A snapshot leaves out C++ frames, and the frames of releases; sizes before rounding up to 512 bytes;
+times (entries are numbered instead); and failed allocations.
 """
 
 import pickle
@@ -47,8 +47,8 @@ def record_history(
 ) -> None:
     """Record allocations and releases on all GPUs from now on; None stops recording.
 
-    max_entries: how many of each GPU's last entries a snapshot has. A second call keeps the earlier
-    history, unless ``clear_history`` is set. context, stacks and device have no effect.
+    A snapshot has the last ``max_entries`` entries of each GPU. A second call keeps the earlier
+    history, unless ``clear_history`` is set. ``context``, ``stacks`` and ``device`` have no effect.
     """
     if enabled is None or clear_history:
         _history.block.close()
@@ -59,9 +59,9 @@ def record_history(
 
 
 def snapshot(device: Any = None) -> dict[str, Any]:
-    """Segments with their blocks, and the history of each GPU, if one is recorded.
+    """Return segments with their blocks, and the history of each GPU, if one is recorded.
 
-    device: if given, return only this GPU's segments.
+    With ``device``, return only this GPU's segments.
     """
     wanted = range(gpus.device_count()) if device is None else [gpus.meant_by(device).index]
     segments: list[dict[str, Any]] = []
@@ -87,7 +87,7 @@ def dump(filename: str | Path = "dump_snapshot.pickle") -> None:
 
 
 def _stack() -> str:
-    """The Python frames of an allocation outside of this package, innermost first, as text."""
+    """Return an allocation's Python frames outside of this package, innermost first, as text."""
     frame = sys._getframe(1)
     lines: list[str] = []
     while frame is not None and len(lines) < _MOST_FRAMES:
@@ -108,7 +108,7 @@ def _frames(label: str) -> list[Frame]:
 def _replayed(
     record: MemoryRecord, memory: DeviceMemory
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """One GPU's final segments, and its trace."""
+    """Return one GPU's final segments, and its trace."""
     allocator = CachingAllocator(memory.device, memory.capacity_bytes, may_exceed_capacity=True)
     trace = _Trace(allocator)
     blocks: dict[int, MemoryEvent] = {}  # in use
@@ -170,7 +170,7 @@ class _Trace:
 
 
 def _shown(address: int) -> int:
-    """An address below 2^53, as CUDA's are: PyTorch's page reads them into JavaScript's numbers."""
+    """Map to an address below 2^53, as CUDA's are: PyTorch's page reads them as JavaScript numbers."""
     segment, offset = divmod(address, SEGMENT_DISTANCE_BYTES)
     return (segment << 38) + offset
 

@@ -1,7 +1,7 @@
 """Plan the training of a transformer on a cluster, or a server for it, without the cluster.
 
 PyTorch's own FSDP2 and tensor parallelism run on virtual GPUs as one rank of the cluster or, for a
-pipeline, as one rank for each kind of stage: bytes are counted, time is virtual. No GPU is needed.
+pipeline, as one rank for each kind of stage. Bytes are counted, and time is virtual. No GPU is needed.
 """
 
 import argparse
@@ -255,7 +255,7 @@ def _predict_and_print(given: dict[str, Any]) -> None:
 
 
 def plan_of(given: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
-    """The plan that the options describe, and costs as ``predict`` takes them."""
+    """Return the plan that the options describe, and costs as ``predict`` takes them."""
     own = {name: value for name, value in given.items() if name in _SIZES}
     sizes = dataclasses.replace(MODELS[given.get("model", "8B")], **own)
     sizes = dataclasses.replace(sizes, experts=_experts(sizes, given))
@@ -269,7 +269,7 @@ def plan_of(given: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
 
 
 def _experts(sizes: TransformerSizes, given: dict[str, Any]) -> ExpertSizes | None:
-    """The model's experts, with the options' changes."""
+    """Return the model's experts, with the options' changes."""
     own = {_EXPERTS[name][0]: value for name, value in given.items() if name in _EXPERTS}
     if sizes.experts is not None:
         return dataclasses.replace(sizes.experts, **own)
@@ -317,7 +317,7 @@ def _refuse(names: Iterable[str], given: dict[str, Any], why: str) -> None:
 
 
 def report(step: Step) -> str:
-    """The plan, whether it fits, and where its bytes and seconds go, as text."""
+    """Describe the plan, whether it fits, and where its bytes and seconds go, as text."""
     plan = step.plan
     head = (
         f"{plan.layout} on {plan.layout.ranks} {plan.spec.name.removeprefix('Virtual ')}, "
@@ -352,7 +352,7 @@ def report(step: Step) -> str:
 
 
 def _pipeline(plan: Plan) -> str:
-    """The schedule, and how the layers are divided."""
+    """Describe the schedule, and how the layers are divided."""
     counts = [part.layers for part in split_layers(plan.sizes.layers, plan.layout.pp * plan.chunks)]
     runs = [(n, len(list(same))) for n, same in itertools.groupby(counts)]
     cut = ", ".join(f"{times} × {n}" if times > 1 else str(n) for n, times in runs)
@@ -363,9 +363,9 @@ def _pipeline(plan: Plan) -> str:
 
 
 def remedies(step: Step, costs: dict[str, Any]) -> str:
-    """Changes that make it fit, fastest first, each tried on the cluster, as text.
+    """Describe changes that make the plan fit, fastest first, each tried on the cluster.
 
-    If no single one does, each is tried together with full recomputation and with parameters gathered again.
+    If no single change does, each is tried with full recomputation and with parameters gathered again.
     """
     plan, single = step.plan, _changes(step.plan)
     least = {"recompute": RECOMPUTE[-1], "reshard_after_forward": True}
@@ -393,7 +393,7 @@ def remedies(step: Step, costs: dict[str, Any]) -> str:
 
 
 def _changes(plan: Plan) -> list[dict[str, Any]]:
-    """Changes that keep less in memory, one at a time."""
+    """Return changes that keep less in memory, one at a time."""
     layout = plan.layout
     changes: list[dict[str, Any]] = [
         {"recompute": how} for how in RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1 :]
@@ -421,7 +421,7 @@ def _changed(plan: Plan, change: dict[str, Any]) -> Plan:
 
 
 def _options(change: dict[str, Any]) -> str:
-    """The options as text, such as "--recompute full --reshard-after-forward"."""
+    """Return the options as text, such as "--recompute full --reshard-after-forward"."""
     return " ".join(
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
         for name, value in change.items()

@@ -1,6 +1,6 @@
 """Back-of-envelope estimates for a training run: FLOPs, bytes, and what a mesh of GPUs sends.
 
-Plain arithmetic on the sizes of a Llama-style transformer. A mesh divides it in four ways:
+It's plain arithmetic on the sizes of a Llama-style transformer. A mesh divides the model in four ways:
 
 - ``tensor``: four exposed all-reduces of a micro-batch's hidden states in each layer (Shoeybi et
   al., 2019, Megatron-LM);
@@ -12,10 +12,10 @@ Plain arithmetic on the sizes of a Llama-style transformer. A mesh divides it in
   gradients reduced in float32 during the last backward. Ranks of ``context`` hold the same
   parameters, so they belong to these groups, too.
 
-In each dimension, the slowest group counts, since the others wait for it: for example one that
-spans hosts while others are inside one. Seconds come from a ``CostModel``. Left out: embedding and
-loss, norms, the bytes of activations, recomputation, launches, dimensions that use a link at the
-same time, and stages that differ.
+In each dimension, the slowest group counts, since the others wait for it; for example, one that
+spans hosts while others are inside one host. Seconds come from a ``CostModel``. The estimates leave
+out embedding and loss, norms, the bytes of activations, recomputation, launches, dimensions that
+use a link at the same time, and stages that differ.
 """
 
 import itertools
@@ -31,22 +31,23 @@ from vgpu.plan.transformer import TransformerSizes, check_count
 
 
 def flop_per_token(sizes: TransformerSizes, sequence: int) -> int:
-    """FLOPs of the model for one token, forward and backward, without recomputation.
+    """Return the FLOPs of the model for one token, forward and backward, without recomputation.
 
-    Six for each parameter in a matrix product, plus attention's 12 · layers · width · sequence,
-    which counts whole sequences although a causal mask hides half (Chowdhery et al., 2022, PaLM,
-    appendix B). An embedding is looked up, and a norm isn't a matrix product.
+    That's six for each parameter in a matmul, plus attention's 12 · layers · width · sequence, which
+    counts whole sequences although a causal mask hides half (Chowdhery et al., 2022, PaLM, appendix
+    B). An embedding is looked up, and a norm isn't a matmul.
     """
     products = sizes.token_products + sizes.vocabulary * sizes.width
     return 6 * products + 12 * sizes.layers * sizes.query_width * sequence
 
 
 def kept_bytes(sizes: TransformerSizes, tokens: int, recompute: str = "full") -> int:
-    """The least that a block keeps for its backward pass, in bfloat16.
+    """Return the least number of bytes that a block keeps for its backward pass, in bfloat16.
 
-    That's its input; with "selective", also queries, values, the gate's products and attention's
-    output; with "none", also the inputs or outputs of its norms, products and attention. tokens:
-    those of one rank, or those of all ranks of ``tp``, among which the bytes are then divided.
+    A block keeps its input; with "selective", also queries, values, the result of the gate's matmul
+    and attention's output; with "none", also the inputs or outputs of its norms, matmuls and
+    attention. ``tokens`` are those of one rank, or those of all ranks of ``tp``, among which the
+    bytes are then divided.
     """
     narrow = sizes.key_value_width
     numbers = {
@@ -69,12 +70,12 @@ def least_bytes(
     gathered_once: bool = False,
     ep: int = 1,
 ) -> int:
-    """The least that a rank holds when its backward pass starts.
+    """Return the least number of bytes that a rank holds when its backward pass starts.
 
     That's its part of the parameters and of Adam's two states in float32; what each block keeps,
     divided among the ranks of ``tp``; and three float32 tensors of the logits' size: their
-    log-softmax, its gradient, and the logits' gradient. With ``gathered_once``, also the blocks'
-    parameters in bfloat16. tokens: those of all ranks of ``tp``.
+    log-softmax, its gradient, and the logits' gradient. With ``gathered_once``, it's also the
+    blocks' parameters in bfloat16. ``tokens`` are those of all ranks of ``tp``.
     """
     state = 12 * sizes.parameters // dp_shard
     kept = sizes.layers * kept_bytes(sizes, tokens, recompute)
@@ -85,7 +86,7 @@ def least_bytes(
 
 
 def state_bytes(sizes: TransformerSizes, dp_shard: int = 1) -> int:
-    """Bytes of float32 parameters, gradients and Adam's two states, divided among ``dp_shard`` ranks."""
+    """Return each of ``dp_shard`` ranks' bytes of float32 parameters, gradients and Adam's two states."""
     return 16 * sizes.parameters // dp_shard
 
 
@@ -132,11 +133,11 @@ class MeshStep:
 def mesh_step(
     sizes: Mapping[str, int], model: TransformerSizes, sequences: int, cost: CostModel
 ) -> MeshStep:
-    """One training step of ``sequences`` sequences, each of ``model.sequence`` tokens, on a mesh.
+    """Estimate a training step of ``sequences`` sequences, each of ``model.sequence`` tokens, on a mesh.
 
-    sizes: the size of each of ``DIMENSIONS``, starting with the one whose ranks are neighbors.
-    cost: what the GPUs and their links can do, and how many GPUs a host has. Raises ValueError for
-    sizes that don't divide the model.
+    ``sizes`` has the size of each of ``DIMENSIONS``, starting with the one whose ranks are neighbors.
+    ``cost`` says what the GPUs and their links can do, and how many GPUs a host has. Raises
+    ValueError for sizes that don't divide the model.
     """
     _check_mesh(sizes, model, sequences)
     tensor, context, pipeline, data = (sizes[name] for name in DIMENSIONS)
@@ -147,7 +148,7 @@ def mesh_step(
     hidden_bytes = tokens * model.width * _WORKING_BYTES
 
     flop_per_s = cost.spec.tensor_flop_per_s * cost.arithmetic_share
-    # The mask hides half of the scores. There are two products: with keys, and with values.
+    # The mask hides half of the scores. There are two matmuls, with keys and with values.
     attention_flop = 2 * model.sequence**2 * model.width / tensor
     products_flop = 2 * model.sequence * model.block_products / tensor
     forward_s = layers * (attention_flop + products_flop) / context / flop_per_s
@@ -158,11 +159,11 @@ def mesh_step(
         return sent_bytes, cost.group_time_s(name, size_bytes, ranks)
 
     def message(size_bytes: float, pairs: Iterable[tuple[int, int]]) -> tuple[float, float]:
-        """All neighbors send to each other at once, at the pace of the slowest pair."""
+        """Return bytes and seconds if all neighbors send at once, at the pace of the slowest pair."""
         return size_bytes, max(cost.group_time_s("send", size_bytes, pair) for pair in pairs)
 
-    # What each GPU sends in each dimension: how often; bytes and seconds; during how much
-    # arithmetic.
+    # What each GPU sends in each dimension: how often, how many bytes in how many seconds, and during
+    # how much arithmetic.
     sums, ring, stages = (_slowest(sizes, cost, name) for name in DIMENSIONS[:3])
     shards = _slowest(sizes, cost, "data", "context")
     each_sum = collective("all_reduce", hidden_bytes, sums)
@@ -189,10 +190,10 @@ def mesh_step(
                 times * context,
                 *backward,
                 2 * block_s,
-            ),  # once more, until the gradients are back home
+            ),  # once more, until the gradients are back on their own ranks
         ]
     if pipeline > 1:
-        exposed = 2 * (pipeline - 1)  # they fill and drain the pipeline
+        exposed = 2 * (pipeline - 1)  # those messages that fill and drain the pipeline
         each = message(hidden_bytes, itertools.pairwise(stages))
         behind = max(2 * micro_batches - exposed, 0)
         sent["pipeline"] = [(exposed, *each, 0.0), (behind, *each, forward_s)]
@@ -215,9 +216,9 @@ def mesh_step(
 
 
 def _slowest(sizes: Mapping[str, int], cost: CostModel, *dimensions: str) -> list[int]:
-    """The group that the others wait for; the first if all are alike.
+    """Return the group that the others wait for; the first if all are alike.
 
-    The host with the fewest of the group's GPUs has the fewest adapters for it, and slows down its
+    The host with the fewest of a group's GPUs has the fewest adapters for it, and slows down its
     ring; a group inside one host is the fastest. Otherwise, more hosts take more steps.
     """
 

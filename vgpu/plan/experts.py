@@ -1,17 +1,17 @@
 """Experts that replace a block's feed-forward layer; each token goes through a few of them.
 
 A router picks ``per_token`` experts for each token. Each expert has a number of slots, given by
-``capacity``; tokens are sorted into them and dropped if an expert has none left, and the experts'
-products are one grouped product. A capacity of 1 costs as much as dropless training with a router
-that keeps experts equally busy; a larger one says how much busier the busiest expert is.
+``capacity``; tokens are sorted into the slots and dropped if an expert has none left, and the experts'
+matmuls are one grouped matmul. A capacity of 1 costs as much as dropless training with a router
+that balances the experts' load; a larger one says how much more load the busiest expert has.
 
 With expert parallelism, each rank has some of the experts, and slots are sent to their ranks and
 back (all-to-all), forward and backward, as in GShard: a token once for each of its experts. With
-``ranks_per_token``, a token's experts are on that many ranks at most. It's sent once to each of them,
-along with its weights, and sorted into slots there.
+``ranks_per_token``, a token's experts are on that many ranks at most. The token is sent once to each
+of these, along with its weights, and sorted into slots there.
 
-Left out: the losses that keep experts equally busy, the host's wait for how many tokens go where, and
-experts in float8.
+This leaves out load-balancing losses, the host's wait for how many tokens go where, and experts in
+float8.
 
 Sources: Lepikhin et al., 2020, GShard; Jiang et al., 2024, Mixtral of experts; DeepSeek-AI, 2024,
 DeepSeek-V2 (device-limited routing) and DeepSeek-V3 technical report (shared experts).
@@ -37,7 +37,7 @@ class ExpertSizes:
     shared_width: int = 0  # inside a shared expert, which every token goes through; 0: none
     dense_layers: int = 0  # first blocks, which have a feed-forward layer instead
     capacity: float = 1.0  # an expert's slots, relative to an equal share of the tokens
-    ranks_per_token: int | None = None  # ranks of ep that a token's experts may be on; None: any
+    ranks_per_token: int | None = None  # most ranks of ep that have a token's experts; None: any
 
     def check(self) -> None:
         """Raise ValueError for sizes that no ``Experts`` can have."""
@@ -80,10 +80,10 @@ class ExpertSizes:
 
 
 class Experts(nn.Module):
-    """Input and output are (B, S, width). SwiGLU in each expert, weighted by the router."""
+    """SwiGLU in each expert, weighted by the router. Input and output are (B, S, width)."""
 
     def __init__(self, width: int, sizes: ExpertSizes, shared: nn.Module | None) -> None:
-        """shared: a module that every token also goes through."""
+        """``shared`` is a module that every token also goes through."""
         super().__init__()
         self.sizes, self.shared = sizes, shared
         self.router = nn.Parameter(torch.empty(sizes.count, width))
@@ -110,19 +110,19 @@ class Experts(nn.Module):
         return output.view_as(hidden)
 
     def _chosen(self, chances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each token, the weights of its experts and their numbers; both (T, per_token)."""
+        """Return, for each token, the weights and numbers of its experts; both are (T, per_token)."""
         weights, experts = chances.topk(self.sizes.per_token)
         return weights / weights.sum(-1, keepdim=True), experts
 
     def _each(self, tokens: int) -> int:
-        """How many slots each expert has for this many tokens."""
+        """Return how many slots each expert has for this many tokens."""
         sizes = self.sizes
         return math.ceil(tokens * sizes.per_token * sizes.capacity / sizes.count)
 
     def _limited(
         self, tokens: torch.Tensor, chances: torch.Tensor, group: dist.ProcessGroup, ranks: int
     ) -> torch.Tensor:
-        """Send each token to this many ranks, once to each, and compute its experts there."""
+        """Send each token to ``ranks`` ranks, once to each, and compute its experts there."""
         parts, count = group.size(), len(tokens)
         of_ranks = chances.unflatten(-1, (parts, -1))  # (T, ranks, experts of each)
         _, sent_to = of_ranks.amax(-1).topk(ranks)
@@ -165,7 +165,7 @@ class _Slots:
     def __init__(
         self, receivers: torch.Tensor, weights: torch.Tensor, count: int, each: int
     ) -> None:
-        """receivers: (T, several), each from 0 to ``count``, which means none."""
+        """``receivers`` are (T, several), each from 0 to ``count``, which means none."""
         tokens, several = receivers.shape
         receiver, order = receivers.flatten().sort(stable=True)
         first = torch.searchsorted(receiver, torch.arange(count + 1, device=receiver.device))
@@ -189,7 +189,7 @@ class _Slots:
 
 
 class GroupedFeedForward(nn.Module):
-    """Input and output are (experts, slots, width): each expert's SwiGLU, as grouped products."""
+    """Each expert's SwiGLU, as grouped matmuls. Input and output are (experts, slots, width)."""
 
     def __init__(self, count: int, width: int, inside: int) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class GroupedFeedForward(nn.Module):
 
 
 class _Exchange(torch.autograd.Function):
-    """Each rank of a group sends equal parts of its rows to all ranks; the gradients go back."""
+    """Sends equal parts of each rank's rows to all ranks of a group; the gradients go back."""
 
     @staticmethod
     def forward(ctx, rows, group):

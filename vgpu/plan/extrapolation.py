@@ -8,20 +8,20 @@ import vgpu
 from vgpu.plan.plan import Plan, Rank, RecordedStep, on_cluster
 
 LAYERS = (4, 5)
-"""What ``extrapolate`` records: consecutive counts, since each layer adds what the last one adds.
-With fewer than four layers the most bytes are allocated at another point of the step.
+"""The numbers of layers that ``extrapolate`` records, which are consecutive, so that the difference
+is one layer. With fewer than four layers, the peak is at another point of the step.
 """
 
 
 def extrapolated(
     layers: int, few: float, more: float, *, counts: tuple[int, int] = LAYERS
 ) -> float:
-    """What a model with ``layers`` layers takes, from what models with ``counts`` layers take."""
+    """Extrapolate what a model with ``layers`` layers takes from models with ``counts`` layers."""
     return more + (layers - counts[1]) * (more - few) / (counts[1] - counts[0])
 
 
 def few_layers(plan: Plan) -> tuple[int, int]:
-    """How many layers ``extrapolate`` records: ``LAYERS``, or multiples of ``recompute_every``."""
+    """Return the numbers of layers to record: ``LAYERS``, or multiples of ``recompute_every``."""
     every = plan.recompute_every
     if every == 1:
         return LAYERS
@@ -30,7 +30,7 @@ def few_layers(plan: Plan) -> tuple[int, int]:
 
 
 def with_layers(plan: Plan, layers: int) -> Plan:
-    """The plan for a model with that many layers."""
+    """Return the plan for a model with that many layers."""
     return dataclasses.replace(plan, sizes=dataclasses.replace(plan.sizes, layers=layers))
 
 
@@ -46,8 +46,8 @@ class ExtrapolatedStep:
     steps: tuple[RecordedStep, RecordedStep]
 
     def seconds(self, **costs: Any) -> float:
-        """Seconds per step of the whole model; costs: changes to the recorded ones, as for
-        ``vgpu.replay``.
+        """Return the seconds per step of the whole model; ``costs`` are changes to the recorded ones,
+        as for ``vgpu.replay``.
         """
         few = [
             dataclasses.replace(step, timeline=vgpu.replay(step.timeline, **costs))
@@ -59,12 +59,12 @@ class ExtrapolatedStep:
         return extrapolated(self.plan.sizes.layers, *(step.seconds for step in few), counts=counts)
 
     def tokens_per_s(self, **costs: Any) -> float:
-        """Tokens/s of one GPU."""
+        """Return the tokens/s of one GPU."""
         return self.plan.tokens / self.plan.layout.ranks / self.seconds(**costs)
 
     @property
     def bytes_by_cause(self) -> dict[str, float]:
-        """As ``Step.bytes_by_cause``; together, what is allocated at the peak."""
+        """Like ``Step.bytes_by_cause``; the sum is what's allocated at the peak."""
         return self._by_cause(*(step.bytes_by_cause for step in self.steps))
 
     @property
@@ -81,9 +81,10 @@ class ExtrapolatedStep:
 
 
 def extrapolate(plan: Plan, **costs: Any) -> ExtrapolatedStep:
-    """The plan's step, from two recordings with a few layers; costs: as for ``predict``.
+    """Extrapolate the plan's step from two recordings with a few layers.
 
-    Raises ValueError for a pipeline, and for a model that has no more layers than that.
+    ``costs`` are as for ``predict``. Raises ValueError for a pipeline, and for a model that doesn't
+    have more layers than are recorded.
     """
     if plan.layout.pp > 1:
         # One more layer is one more on a single stage; a whole model has more on each of them.

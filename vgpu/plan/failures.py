@@ -1,10 +1,11 @@
-"""Time that a training run loses to failures and checkpoints: simulated, and by the usual formulas.
+"""The time that a training run loses to failures and checkpoints, simulated and by the usual formulas.
 
 If any GPU fails, all of them stop. The run then restarts, and repeats what it had done since its
 last checkpoint. Failures occur at a constant rate (an exponential distribution), even while a
 checkpoint is being written or a restart is in progress.
 
-Left out: checkpoints that are written during training, and GPUs that are slow or wrong without failing.
+This leaves out checkpoints that are written during training, and GPUs that are slow or wrong without
+failing.
 """
 
 import math
@@ -24,16 +25,16 @@ MOST_EVENTS = 10_000_000
 def mean_time_between_failures_s(
     gpus: int, failures_per_gpu_s: float = LLAMA_3_FAILURES_PER_GPU_S
 ) -> float:
-    """The average number of seconds between failures of a training run on ``gpus`` GPUs."""
+    """Return the average number of seconds between failures of a training run on ``gpus`` GPUs."""
     _check_positive(gpus=gpus, failures_per_gpu_s=failures_per_gpu_s)
     return 1 / (gpus * failures_per_gpu_s)
 
 
 def best_interval_s(checkpoint_s: float, between_failures_s: float) -> float:
-    """The number of seconds between two checkpoints that loses the least time: sqrt(2 · cost · MTBF).
+    """Return the seconds between two checkpoints that lose the least time: sqrt(2 · cost · MTBF).
 
-    Young, 1974, A first order approximation to the optimum checkpoint interval. It holds if a
-    checkpoint takes much less time than passes between failures.
+    The source is Young, 1974, A first order approximation to the optimum checkpoint interval. The
+    formula holds if a checkpoint takes much less time than passes between failures.
     """
     _check_positive(checkpoint_s=checkpoint_s, between_failures_s=between_failures_s)
     return math.sqrt(2 * checkpoint_s * between_failures_s)
@@ -42,10 +43,10 @@ def best_interval_s(checkpoint_s: float, between_failures_s: float) -> float:
 def expected_goodput(
     interval_s: float, checkpoint_s: float, restart_s: float, between_failures_s: float
 ) -> float:
-    """The fraction of all time that goes into training that isn't lost, from 0 to 1.
+    """Return the fraction of all time that goes into training that isn't lost, from 0 to 1.
 
-    Daly, 2006, A higher order estimate of the optimum checkpoint interval for restart dumps:
-    exact for failures at a constant rate.
+    The source is Daly, 2006, A higher order estimate of the optimum checkpoint interval for restart
+    dumps. The formula is exact for failures at a constant rate.
     """
     _check_positive(interval_s=interval_s, between_failures_s=between_failures_s)
     _check_not_negative(checkpoint_s=checkpoint_s, restart_s=restart_s)
@@ -79,7 +80,7 @@ def simulated(
     between_failures_s: float,
     seed: int = 0,
 ) -> Goodput:
-    """A training run of ``training_s`` seconds, with failures drawn at random.
+    """Simulate a training run of ``training_s`` seconds, with failures drawn at random.
 
     Raises ValueError if more than ``MOST_EVENTS`` failures or checkpoints are expected.
     """
@@ -107,7 +108,7 @@ def with_failures_at(
     restart_s: float,
     failures_s: Iterable[float],
 ) -> Goodput:
-    """A training run with failures at given times, in seconds since its start, in order.
+    """Simulate a training run with failures at given times, in seconds since its start, in order.
 
     A checkpoint follows each ``interval_s`` of training, with the last one at the end.
     """

@@ -1,19 +1,19 @@
 """Linear layers that multiply in float8, as in torchao's and torchtitan's tensorwise recipe.
 
-Each of a layer's three products takes float8 factors and returns bfloat16: the output is computed
+Each of a layer's three matmuls takes float8 factors and returns bfloat16: the output is computed
 from input and weight (e4m3), the gradients of input and weight from the output's gradient (e5m2).
-bfloat16 tensors are scaled by their largest absolute value and cast just before the product. The
+bfloat16 tensors are scaled by their largest absolute value and cast just before the matmul. The
 input is kept for the backward pass in float8, which is the least that torch.compile finds to keep.
-A product needs its right factor in column-major order, which takes a transposed copy for both
+A matmul needs its right factor in column-major order, which takes a transposed copy for both
 gradients.
 
 With tensor parallelism, a rank casts its part of a sequence, and float8 is what's gathered: the
 input of column-wise layers, and the output's gradient of row-wise ones. The largest value of a
 tensor that ranks share is reduced across them.
 
-Left out: FSDP2's all-gather in float8. Here it gathers bfloat16, and each rank casts what it gathered.
+FSDP2's all-gather in float8 is left out: here it gathers bfloat16, and each rank casts the result.
 
-Source: pytorch/ao, torchao/float8/float8_linear.py (``tensorwise``) and float8_tensor_parallel.py;
+Sources: pytorch/ao, torchao/float8/float8_linear.py (``tensorwise``) and float8_tensor_parallel.py;
 and torchtitan, which converts every layer except the output.
 """
 
@@ -34,10 +34,10 @@ _Cast = tuple[torch.Tensor, torch.Tensor]
 
 
 class Float8Linear(nn.Linear):
-    """``nn.Linear`` without bias, with products in float8: (..., inputs) to (..., outputs)."""
+    """``nn.Linear`` without bias, with matmuls in float8: (..., inputs) to (..., outputs)."""
 
     def __init__(self, weight: torch.Tensor, casts: "LastCast") -> None:
-        """casts: shared by the layers of a model."""
+        """``casts`` is shared by the layers of a model."""
         outputs, inputs = weight.shape
         super().__init__(inputs, outputs, bias=False, device="meta")
         assert isinstance(weight, nn.Parameter)
@@ -79,7 +79,7 @@ class LastCast:
 
 
 class _Product(torch.autograd.Function):
-    """(..., inputs) by (outputs, inputs) to (..., outputs)."""
+    """A matmul of (..., inputs) by (outputs, inputs) to (..., outputs)."""
 
     @staticmethod
     def forward(ctx, x, weight, casts):
@@ -145,7 +145,7 @@ def scatter_output(module: nn.Module, mesh: DeviceMesh, casts: LastCast) -> None
 
 
 class _Gathered(torch.autograd.Function):
-    """Stands in for a gathered tensor, without values, since products use its float8 version."""
+    """Stands in for a gathered tensor, without values, since matmuls use its float8 version."""
 
     @staticmethod
     def forward(ctx, x, scale, size):

@@ -1,7 +1,7 @@
 """How ranks divide a transformer: degrees of parallelism, their groups and hosts, pipeline stages.
 
 The degrees have torchtitan's names: ``pp``, ``dp_replicate``, ``dp_shard``, ``cp`` and ``tp``.
-PyTorch's code for each of them: parallel_model.py.
+parallel_model.py has PyTorch's code for each of them.
 """
 
 import functools
@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from vgpu.plan.transformer import TransformerSizes, check_count
 
 RECOMPUTE = ("none", "selective", "full")
-"""What backward recomputes in a block: nothing, everything but attention and every second matrix
-product (torchtitan's "selective op"), or everything (activation checkpointing).
+"""What backward recomputes in a block: nothing, everything but attention and every second matmul
+(torchtitan's "selective op"), or everything (activation checkpointing).
 """
 
 REDUCE = ("float32", "bfloat16")
@@ -79,19 +79,19 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The ranks of the default process group, with a dimension for each degree; ``pp`` must be 1.
+        """Return the default process group's ranks, with a dimension for each degree; ``pp`` must be 1.
 
         ``cp`` is part of ``dp_shard``, because FSDP2 shards among both.
         """
         return self._mesh(device_type, {"dp_shard": self.shards, "tp": self.tp})
 
     def context_mesh(self, device_type: str) -> DeviceMesh:
-        """The ranks that share sequences with this one."""
+        """Return the ranks that share sequences with this one."""
         degrees = {"dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
         return self._mesh(device_type, degrees)["cp"]
 
     def expert_mesh(self, device_type: str) -> DeviceMesh:
-        """A mesh for experts: the ranks of each part as dp_replicate and dp_shard, and those of ``ep``."""
+        """Return a mesh for experts: each part's ranks as dp_replicate and dp_shard, and those of ``ep``."""
         return self._mesh(device_type, {"dp_shard": self.shards // self.ep, "ep": self.ep})
 
     def _mesh(self, device_type: str, of_replica: dict[str, int]) -> DeviceMesh:
@@ -101,7 +101,7 @@ class Layout:
         return init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
 
     def __str__(self) -> str:
-        """For example "dp_shard 8 × tp 8"."""
+        """Return, for example, "dp_shard 8 × tp 8"."""
         degrees = {"pp": self.pp} | vars(self)
         shown = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
         return " × ".join(shown) or "1 rank"
@@ -129,10 +129,10 @@ def check_tp(sizes: TransformerSizes, tp: int, sequence: int | None = None) -> N
 
 
 def groups(sizes: Mapping[str, int], *dimensions: str) -> list[list[int]]:
-    """The groups along one dimension, or along several together, each a list of ranks.
+    """Return the groups along one dimension, or along several together, each as a list of ranks.
 
-    sizes: the size of each dimension, starting with the one whose ranks are neighbors, which is the
-    last in ``DeviceMesh``.
+    ``sizes`` has the size of each dimension, starting with the one whose ranks are neighbors, which
+    is the last in ``DeviceMesh``.
     """
     names = list(sizes)
     strides = [
@@ -147,7 +147,7 @@ def groups(sizes: Mapping[str, int], *dimensions: str) -> list[list[int]]:
 
 
 def placement(ranks: Iterable[int], gpus_per_host: int) -> tuple[int, ...]:
-    """How many of these ranks are on each of their hosts, fewest first; 0 per host means all on one."""
+    """Count these ranks on each of their hosts, fewest first; 0 GPUs per host means all on one host."""
     return tuple(
         sorted(Counter(r // gpus_per_host if gpus_per_host else 0 for r in ranks).values())
     )
@@ -157,7 +157,7 @@ def placement(ranks: Iterable[int], gpus_per_host: int) -> tuple[int, ...]:
 def check_hosts(layout: Layout, gpus_per_host: int) -> None:
     """Raise ValueError if groups of one kind are placed differently on hosts.
 
-    Some would be slower than others, and no single rank would show how long a step takes.
+    Some groups would be slower than others, and no single rank would show how long a step takes.
     """
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp_shard": layout.dp_shard}
     sizes |= {"dp_replicate": layout.dp_replicate, "pp": layout.pp}
@@ -192,7 +192,7 @@ class StageLayers(NamedTuple):
 
 
 def split_layers(layers: int, stages: int) -> list[StageLayers]:
-    """The stages of a transformer with ``layers`` layers, as torchtitan divides it.
+    """Return the stages of a transformer with ``layers`` layers, as torchtitan divides it.
 
     The embedding and the output each count as a layer, and a remainder goes to the first stages. So
     Llama 405B, whose 126 layers aren't divisible by 8, has 15 layers in the first and last of 8

@@ -1,4 +1,4 @@
-"""Every layout of a model on a cluster, and the fastest of those that fit.
+"""Tries every layout of a model on a cluster, and finds the fastest of those that fit.
 
 Each plan is recorded with a few layers and extrapolated. For Llama 70B, that matched the whole
 model's time and allocated bytes to within 0.01 % wherever both were computed. What the allocator
@@ -53,15 +53,15 @@ class Candidate:
 
     plan: Plan
     reason: str = ""
-    """Why it was ruled out; empty if it fits, as far as is known."""
+    """Why the plan was ruled out; empty if it fits, as far as is known."""
     seconds: float | None = None
     allocated_bytes: int | None = None
     step: Step | None = None
-    """Only for a plan that was predicted in full; then the figures are the step's."""
+    """Set only for a plan that was predicted in full; then the figures are the step's."""
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens/s of one GPU; None for a plan that wasn't timed."""
+        """The tokens/s of one GPU; None for a plan that wasn't timed."""
         if self.seconds is None:
             return None
         return self.plan.tokens / self.plan.layout.ranks / self.seconds
@@ -79,13 +79,13 @@ class SearchResult:
 
     @property
     def best(self) -> list[Candidate]:
-        """Those that fit, fastest first. It's certain only for those with a ``step``."""
+        """The plans that fit, fastest first; that's certain only for those with a ``step``."""
         fitting = [one for one in self.candidates if not one.reason]
         return sorted(fitting, key=lambda one: -(one.tokens_per_s or 0))
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Why the others were ruled out, and how many."""
+        """The reasons why the other plans were ruled out, with the number of plans for each."""
         return dict(Counter(one.reason for one in self.candidates if one.reason).most_common())
 
     def __str__(self) -> str:
@@ -113,14 +113,14 @@ class SearchResult:
 def search(
     plan: Plan, sequences: int | None = None, processes: int | None = None, **costs: Any
 ) -> SearchResult:
-    """All valid plans for the model, GPUs and network of ``plan``, and their speed.
+    """Find all valid plans for the model, GPUs and network of ``plan``, and their speed.
 
     Layout, batch, recomputation and ``reshard_after_forward`` are searched; ``cp`` is kept. Batches
-    are powers of two; sequences: the maximum per step, over all GPUs. Starting with the fastest,
-    plans are predicted in full until one of them fits. processes: how many try layouts at once, by
-    default as many as cores and memory allow; the result doesn't depend on it. costs: as for
-    ``predict``. Gradients aren't accumulated, and the ranks of ``tp`` are neighbors in one host.
-    Pipelines aren't tried: raises ValueError for a plan with stages, for less than one process, and
+    are powers of two, and ``sequences`` is the maximum per step, over all GPUs. Starting with the
+    fastest, plans are predicted in full until one of them fits. ``processes`` try layouts at once,
+    by default as many as cores and memory allow; the result doesn't depend on that. ``costs`` are as
+    for ``predict``. Gradients aren't accumulated, the ranks of ``tp`` are neighbors in one host, and
+    pipelines aren't tried. Raises ValueError for a plan with stages, for less than one process, and
     for fewer sequences than any layout takes. Raises RuntimeError if a process dies.
     """
     for name, count in (("sequences", sequences), ("processes", processes)):
@@ -198,7 +198,7 @@ def _too_large_on_paper(plan: Plan) -> str:
 
 
 def _tried(group: list[Candidate], costs: dict[str, Any]) -> list[Candidate]:
-    """The plans of one layout share two models with a few layers."""
+    """Try the plans of one layout, which share two models with a few layers."""
     plan = group[0].plan
     few = LAYERS if plan.sizes.layers > LAYERS[0] else (plan.sizes.layers,)
     with on_cluster(plan):
@@ -213,10 +213,10 @@ def _tried(group: list[Candidate], costs: dict[str, Any]) -> list[Candidate]:
 
 
 def _known(plan: Plan, earlier: list[Candidate]) -> str:
-    """What is known about a plan from others of the same layout.
+    """Return what other plans of the same layout say about a plan.
 
-    Assumes that recomputing and regathering less takes no less memory and no more time, and that a
-    larger batch takes more memory and less time per token.
+    This assumes that recomputing and regathering less takes no less memory and no more time, and
+    that a larger batch takes more memory and less time per token.
     """
     for one in earlier:
         other = one.plan
@@ -266,7 +266,7 @@ def _confirm(result: SearchResult, costs: dict[str, Any], bar: Any) -> None:
             return
         one.reason = _RESERVED
         bar.total += 1
-        # Plans that were left out because this one seemed to fit now get their chance.
+        # Plans that were left out because this one seemed to fit must be tried now.
         group = [c for c in result.candidates if c.plan.layout == one.plan.layout]
         for other in group:
             if other.reason in (_MORE_WORK, _SMALLER) and other.plan.batch <= one.plan.batch:
@@ -279,17 +279,17 @@ def _confirm(result: SearchResult, costs: dict[str, Any], bar: Any) -> None:
 # Several processes
 
 WORKER_BYTES = 2**30
-"""Free memory per process. Predicting 80 layers takes a tenth of it, or half if torch isn't shared."""
+"""Free memory per process. Predicting 80 layers takes a tenth of that, or half if torch isn't shared."""
 
 
 def at_once() -> int:
-    """How many processes this machine's cores and free memory allow; at least 1."""
+    """Return how many processes this machine's cores and free memory allow; at least 1."""
     free_bytes = psutil.virtual_memory().available
     return max(1, min(launcher.cores(), free_bytes // WORKER_BYTES))
 
 
 def _try(groups: list[list[Candidate]], costs: dict[str, Any], processes: int, bar: Any) -> None:
-    """Time and bytes of plans; each group has one layout."""
+    """Compute the time and bytes of plans; each group has one layout."""
 
     def note(group: list[Candidate], tried: list[Candidate]) -> None:
         for one, result in zip(group, tried, strict=True):
@@ -301,7 +301,7 @@ def _try(groups: list[list[Candidate]], costs: dict[str, Any], processes: int, b
             note(group, _tried(group, costs))
         return
     starts = context()
-    # Nothing is written to it: that it's closed, or its only writer gone, is the message.
+    # Nothing is written to this pipe: the message is that it's closed, or that its only writer is gone.
     reader, writer = starts.Pipe(duplex=False)
     with reader, writer, ProcessPoolExecutor(processes, starts, _begin, (reader,)) as pool:
         try:
@@ -321,7 +321,7 @@ def _try(groups: list[list[Candidate]], costs: dict[str, Any], processes: int, b
 
 
 def _begin(reader: Connection) -> None:
-    """In a new process: compute with one thread, and exit when nothing can write to ``reader`` any more."""
+    """In a new process, compute with one thread, and exit when nothing can write to ``reader`` any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl+C
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(reader,), daemon=True).start()

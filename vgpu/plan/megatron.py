@@ -1,4 +1,4 @@
-"""Megatron-LM's training runs, from one layer timed on one rank and a simulated schedule.
+"""Predicts Megatron-LM's training runs, from one layer timed on one rank and a simulated schedule.
 
 Narayanan et al., 2021, Efficient large-scale language model training on GPU clusters: hosts with 8
 A100s with 80 GB, NVLink 3, and eight 200 Gb/s InfiniBand adapters; float16, sequence 2048. ``Run``
@@ -13,8 +13,9 @@ the message has arrived, as in Megatron-LM in 2021, over all adapters of the hos
 there). Then come the exposed all-reduce of gradients and the optimizer; ``shards_optimizer`` and
 ``overlaps`` work as in Megatron-Core's distributed optimizer.
 
-Not modeled: the all-reduce of the embedding's gradients between the first and last stage, and
-products whose sizes make them slower than others.
+Matmuls whose tiles don't fill the GPU take longer, as in ``vgpu/time/costs.py``. Not modeled:
+the all-reduce of the embedding's gradients between the first and last stage, and which algorithm
+cuBLAS picks for a matmul's sizes.
 """
 
 import dataclasses
@@ -45,8 +46,8 @@ _NO_LIMIT_BYTES = (
 
 # Host seconds per kernel that a layer launches, including everything that Python does for it:
 # modules, views, autograd's nodes, recomputation. On one core of an EPYC, one of these layers with
-# tiny tensors on the CPU took 2.5 to 2.9 ms, forward and backward with full recomputation, for what
-# are 60 kernels on a GPU; there, each takes about 4 µs more to launch.
+# tiny tensors on the CPU took 2.5 to 2.9 ms, forward and backward with full recomputation. On a GPU,
+# these are 60 kernels, each of which takes about 4 µs more to launch.
 CALL_S = 50e-6
 # Kernels per micro-batch in addition to those recorded: tokens, labels and masks are created and
 # sent between ranks (get_batch in pretrain_gpt.py), an embedding masks other ranks' tokens, losses
@@ -65,7 +66,7 @@ class Run(NamedTuple):
     batch: int
     micro_batch: int
     kept: tuple[str, bool] = FULL  # what's recomputed, and whether it's split along the sequence
-    beside: bool = False  # whether sums of gradients overlap with the next product
+    beside: bool = False  # whether sums of gradients overlap with the next matmul
     flash: bool = False  # whether attention is one fused kernel
     dropout: float = DROPOUT
     shards_optimizer: bool = False  # across data-parallel ranks (ZeRO-1)
@@ -89,9 +90,9 @@ class Run(NamedTuple):
 
     @property
     def flop(self) -> float:
-        """FLOPs of a step with recomputation, as the papers count them: with all scores."""
+        """The FLOPs of a step with recomputation, as the papers count them: with all scores."""
         sizes, tokens = self.sizes, self.batch * self.sizes.sequence
-        scores = 4 * sizes.sequence * sizes.width  # of two products, per token and layer
+        scores = 4 * sizes.sequence * sizes.width  # of two matmuls, per token and layer
         layer = 2 * sizes.layer_products + scores
         again = {"full": layer, "selective": scores, "none": 0}[self.kept[0]]
         output = 2 * sizes.vocabulary * sizes.width
@@ -120,7 +121,7 @@ FITTED = ROWS[0]
 
 
 class Recorded(NamedTuple):
-    """Part of a model on one rank: a micro-batch's forward and backward, and the update."""
+    """A part of a model on one rank: a micro-batch's forward and backward, and the update."""
 
     forward: vgpu.Timeline
     backward: vgpu.Timeline
@@ -136,7 +137,7 @@ class RecordedParts(NamedTuple):
 
 
 def recorded(run: Run) -> RecordedParts:
-    """A rank's layer, embedding and loss, independent of the number of layers and ranks."""
+    """Record a rank's layer, embedding and loss, independent of the number of layers and ranks."""
     return _recorded(
         run._replace(sizes=run.sizes._replace(layers=1), pp=1, chunks=1, gpus=run.tp, batch=1)
     )
@@ -194,7 +195,7 @@ def _both_ways(module: nn.Module, *inputs: torch.Tensor, fuses: bool = True) -> 
 
 
 def _update(parameters: list[nn.Parameter]) -> vgpu.Timeline:
-    """Mixed precision: gradients are unscaled and clipped, and Adam updates a float32 copy."""
+    """Record an update in mixed precision: gradients are unscaled and clipped, Adam updates a float32 copy."""
     copies = [nn.Parameter(parameter.detach().float()) for parameter in parameters]
     adam = torch.optim.AdamW(copies, fused=True)
     inverse_scale = torch.ones(1, device="vgpu")
@@ -245,7 +246,7 @@ class _Seconds(NamedTuple):
 
 
 def step_s(run: Run, shares: Shares) -> float:
-    """Seconds per step of the whole run."""
+    """Return the seconds per step of the whole run."""
     _check(run)
     parts = recorded(run)
     layer, embedding, loss = (
@@ -276,10 +277,10 @@ def step_s(run: Run, shares: Shares) -> float:
 
 
 def _seconds(part: Recorded, whole: Recorded, run: Run, shares: Shares) -> _Seconds:
-    """Seconds for what the GPU does and the host does meanwhile.
+    """Return the seconds for what the GPU and, at the same time, the host do.
 
-    whole: the same part without tensor parallelism, which launches the same kernels. In the
-    recording of ``part`` there are a few more, since collectives interrupt chains of elementwise
+    ``whole`` is the same part without tensor parallelism, which launches the same kernels. The
+    recording of ``part`` has a few more, since collectives interrupt chains of elementwise
     operations there, and Megatron-LM's own fused kernels aren't longer than that.
     """
 
@@ -302,7 +303,7 @@ def _seconds(part: Recorded, whole: Recorded, run: Run, shares: Shares) -> _Seco
         return _beside(again.makespan_s, calls * call_s)
 
     python_s = vgpu.CostModel(run.gpu).python_launch_s
-    # Each gradient is added to the earlier ones by a separate kernel; here they were fused.
+    # A separate kernel adds each gradient to the earlier ones; in the recording they were fused.
     return _Seconds(
         beside_host(part.forward, whole.forward, CALL_S),
         beside_host(part.backward, whole.backward, CALL_S, part.tensors),
@@ -311,10 +312,11 @@ def _seconds(part: Recorded, whole: Recorded, run: Run, shares: Shares) -> _Seco
 
 
 def _beside(gpu_s: float, host_s: float) -> float:
-    """Seconds for two that sometimes wait for each other, so that neither fully hides the other.
+    """Return the seconds for GPU and host, which sometimes wait for each other.
 
-    That's the larger one if they differ a lot, and, by assumption, 26 % more if they're equal:
-    calls and kernels vary, and the ranks of a tensor-parallel group wait for the last one.
+    So neither fully hides the other. That's the larger time if they differ a lot and, by assumption,
+    26 % more if they're equal: calls and kernels vary, and the ranks of a tensor-parallel group wait
+    for the last one.
     """
     return (gpu_s**3 + host_s**3) ** (1 / 3)
 
@@ -322,7 +324,7 @@ def _beside(gpu_s: float, host_s: float) -> float:
 def _summed_s(
     run: Run, costs: vgpu.CostModel, parameters: int, forward_s: float, backward_s: float
 ) -> float:
-    """How long a step waits for data-parallel ranks to sum gradients and gather parameters."""
+    """Return how long a step waits for data-parallel ranks to sum gradients and gather parameters."""
     ranks = range(0, run.dp * run.tp, run.tp)
     gradients_bytes = run.gradient_bytes * parameters
     gathered_s = 0.0
@@ -337,24 +339,24 @@ def _summed_s(
 
 
 def _transfer_s(run: Run, costs: vgpu.CostModel) -> float:
-    """Each rank sends its part to the next stage's host, where the parts are gathered."""
+    """Return the seconds until each rank's part has reached the next stage's host and been gathered."""
     whole_bytes = 2 * run.sizes.sequence * run.micro_batch * run.sizes.width
     following = run.dp * run.tp  # the rank in the next stage
     if len(costs.hosts_of([0, following])) == 1:
         return costs.group_time_s("send", whole_bytes, [0, following])
     part_s = costs.group_time_s("send", whole_bytes // run.tp, [0, following])
     if run.kept[1]:
-        return part_s  # activations are split along the sequence anyway
+        return part_s  # activations stay split along the sequence
     return part_s + costs.group_time_s("all_gather", whole_bytes, range(run.tp))
 
 
 def tera(run: Run, shares: Shares) -> float:
-    """TFLOP/s per GPU, as the papers count them."""
+    """Return the TFLOP/s per GPU, as the papers count them."""
     return run.flop / run.gpus / step_s(run, shares) / 1e12
 
 
 def fitted(run: Run, seconds: float, memory: float, speed_spread: float = 0.0) -> Shares:
-    """The share of arithmetic at which the run takes ``seconds`` per step."""
+    """Return the share of arithmetic at which the run takes ``seconds`` per step."""
 
     def at(arithmetic: float) -> Shares:
         return Shares(arithmetic, memory, speed_spread)
@@ -363,5 +365,5 @@ def fitted(run: Run, seconds: float, memory: float, speed_spread: float = 0.0) -
 
 
 def seconds_at(run: Run, tera_flop_per_s: float) -> float:
-    """Seconds per step at ``tera_flop_per_s`` TFLOP/s per GPU."""
+    """Return the seconds per step at ``tera_flop_per_s`` TFLOP/s per GPU."""
     return run.flop / run.gpus / tera_flop_per_s / 1e12

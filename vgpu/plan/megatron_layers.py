@@ -1,11 +1,11 @@
 """Megatron-LM's layers, as one rank of a tensor-parallel group has them.
 
-As in NVIDIA/Megatron-LM at the time of Narayanan et al., 2021, and Korthikanti et al., 2022.
-Activations are (sequence, micro-batch, width), so that heads are views; queries, keys and values
-come from one product; the mask is part of the softmax kernel and costs nothing here; there's
+They're as in NVIDIA/Megatron-LM at the time of Narayanan et al., 2021, and Korthikanti et al.,
+2022. Activations are (sequence, micro-batch, width), so that heads are views; queries, keys and
+values come from one matmul; the mask is part of the softmax kernel and costs nothing here; there's
 dropout after the softmax and after both halves of a layer. With sequence parallelism, a column
-product keeps its own part of the input, and gathers the others' again in the backward pass, during
-the other product. Options cover later versions: fused attention, grouped queries, SwiGLU, no
+matmul keeps its own part of the input, and gathers the others' again in the backward pass, during
+the other matmul. Options cover later versions: fused attention, grouped queries, SwiGLU, and no
 dropout.
 """
 
@@ -46,13 +46,16 @@ class GPTSizes(NamedTuple):
 
     @property
     def layer_products(self) -> int:
-        """Parameters in a layer's matrix products."""
+        """The number of parameters in a layer's matmuls."""
         attention = 2 * self.width * (self.width + self.key_value_width)
         return attention + (3 if self.gated else 2) * self.width * self.feed_forward_width
 
     @property
     def parameters(self) -> int:
-        """All parameters, with biases, norms and positions (for GPT, Narayanan et al., equation 2)."""
+        """The number of all parameters, with biases, norms and positions.
+
+        For GPT, it's equation 2 of Narayanan et al.
+        """
         up = (2 if self.gated else 1) * self.feed_forward_width
         biases = 2 * self.width + 2 * self.key_value_width + self.width + up
         layer = self.layer_products + biases + 4 * self.width
@@ -66,7 +69,7 @@ class Recipe:
     group: dist.ProcessGroup  # the ranks that share each tensor
     recompute: str = "full"  # or "selective", for attention only, or "none"
     sequence_parallel: bool = False
-    beside: bool = True  # whether sums of gradients overlap with the next product (since 2022)
+    beside: bool = True  # whether sums of gradients overlap with the next matmul (since 2022)
     flash: bool = False  # whether attention is one fused kernel
     dropout: float = DROPOUT
 
@@ -86,7 +89,7 @@ def _scattered(whole: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Ten
 
 
 class _Columns(torch.autograd.Function):
-    """A product whose result is split: what's gathered before it isn't kept."""
+    """A matmul whose result is split; the input gathered for it isn't kept."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, recipe):
@@ -140,7 +143,7 @@ class _Summed(torch.autograd.Function):
 
 
 class Columns(nn.Module):
-    """(S, B, inputs) to (S, B, outputs / t)."""
+    """A linear layer split by columns: (S, B, inputs) to (S, B, outputs / t)."""
 
     def __init__(self, inputs: int, outputs: int, recipe: Recipe) -> None:
         super().__init__()
@@ -153,7 +156,7 @@ class Columns(nn.Module):
 
 
 class Rows(nn.Module):
-    """(S, B, inputs / t) to (S, B, outputs)."""
+    """A linear layer split by rows: (S, B, inputs / t) to (S, B, outputs)."""
 
     def __init__(self, inputs: int, outputs: int, recipe: Recipe) -> None:
         super().__init__()
@@ -205,7 +208,7 @@ class Attention(nn.Module):
 def _seen(
     dropout: float, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    """Inputs and output are (B heads, S, head_width)."""
+    """Compute attention; inputs and output are (B heads, S, head_width)."""
     weights = torch.bmm(query, key.transpose(1, 2)).softmax(-1)  # includes scaling and masking
     return torch.bmm(_dropped(weights, dropout), value)
 
@@ -228,7 +231,7 @@ class Layer(nn.Module):
         self.down = Rows(wide, sizes.width, recipe)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        # A variable for attention's result would keep it alive, and fused kernels would write it.
+        # A variable would keep attention's result alive, so that fused kernels would write it.
         hidden = hidden + _dropped(self.attention(self.attention_norm(hidden)), self.recipe.dropout)
         up = self.up(self.feed_forward_norm(hidden))
         if self.gated:
@@ -272,7 +275,7 @@ class Embedding(nn.Module):
 class _VocabularyLoss(torch.autograd.Function):
     """The cross-entropy of logits that are split by vocabulary, kernel by kernel.
 
-    As in megatron/mpu/cross_entropy.py: three all-reduces of one number per token.
+    As in megatron/mpu/cross_entropy.py, there are three all-reduces of one number per token.
     """
 
     @staticmethod
@@ -303,7 +306,7 @@ def _all_reduced(numbers: torch.Tensor, recipe: Recipe) -> None:
 
 
 class Loss(nn.Module):
-    """The last norm, the product with the vocabulary, and the loss from a rank's part of it."""
+    """The last norm, the matmul with a rank's part of the vocabulary, and the loss."""
 
     def __init__(self, sizes: GPTSizes, recipe: Recipe) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A transformer, or a stage of one, divided over ranks: PyTorch's code for each degree of a layout.
+"""Divides a transformer, or a stage of one, over ranks, with PyTorch's code for each degree of a layout.
 
 The same lines apply FSDP2, tensor and context parallelism and recomputation to real ranks, under
 ``launch.run`` or torchrun, and to a rank of ``vgpu.cluster``.
@@ -47,9 +47,9 @@ SHOW_AFTER_S = 2.0
 class TransformerStage(nn.Module):
     """A pipeline stage of a transformer, for sequences of exactly ``sizes.sequence`` tokens.
 
-    Input: (B, S) integers for the first stage, (B, S, width) for the others. Output: (B, S,
-    vocabulary) logits from the last stage, (B, S, width) from the others. With tensor parallelism,
-    S between stages is a rank's part.
+    The input is (B, S) integers for the first stage, and (B, S, width) for the others. The output is
+    (B, S, vocabulary) logits from the last stage, and (B, S, width) from the others. With tensor
+    parallelism, S between stages is a rank's part.
     """
 
     cos: torch.Tensor
@@ -91,7 +91,7 @@ def apply_tp(
 
     Between the layers, each rank holds a part of every sequence (sequence parallelism, Korthikanti
     et al., 2022). The logits stay divided by vocabulary: compute the loss in ``loss_context``.
-    casts: for a model in float8, so that float8 is what's gathered.
+    ``casts`` is for a model in float8, so that float8 is what's gathered.
     """
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -144,7 +144,7 @@ def apply_tp(
 
 
 def loss_context(layout: Layout) -> AbstractContextManager[None]:
-    """A context for the loss and its backward; with tensor parallelism, logits are never gathered."""
+    """Return a context for loss and backward; with tensor parallelism, logits are never gathered."""
     return loss_parallel() if layout.tp > 1 else nullcontext()
 
 
@@ -153,8 +153,8 @@ def attention_context(mesh: DeviceMesh | None) -> Iterator[None]:
     """A context for forward and backward: attention over sequences that a mesh's ranks share.
 
     It's PyTorch's own: each rank has a part of a sequence's start and an equal part of its end, so
-    that all compute equally much; keys and values are gathered, and their gradients travel around a
-    ring.
+    that all do the same amount of work; keys and values are gathered, and their gradients travel
+    around a ring.
     """
     if mesh is None:
         yield
@@ -186,7 +186,7 @@ def apply_fsdp(
 
 
 def recomputed(forward: Any, recompute: str) -> Any:
-    """A block's forward; backward computes again what ``recompute``, of ``RECOMPUTE``, says."""
+    """Wrap a block's forward, so that backward recomputes what ``recompute``, of ``RECOMPUTE``, says."""
     if recompute == "none":
         return forward
     options: dict[str, Any] = (
@@ -196,7 +196,7 @@ def recomputed(forward: Any, recompute: str) -> Any:
 
 
 def _keep_every_second_product() -> Any:
-    """torchtitan's selective activation checkpointing: what to keep of a block, besides its input."""
+    """Return what torchtitan's selective activation checkpointing keeps of a block, besides its input."""
     products = {False: 0, True: 0}
     multiplies = {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default}
     kept = {
@@ -231,11 +231,11 @@ class ParallelModel:
         float8: bool = False,
         wrap_ends: bool = False,
     ) -> None:
-        """model: on the host. A GPU needs room only for its own part.
+        """``model`` is on the host; a GPU needs room only for its own part.
 
-        reduce: the dtype in which gradients are reduced, one of ``REDUCE``. float8: whether the
-        blocks' linear layers multiply in it. wrap_ends: whether embedding and output are sharded
-        separately.
+        ``reduce``, one of ``REDUCE``, is the dtype in which gradients are reduced. With ``float8``,
+        the blocks' linear layers multiply in float8. With ``wrap_ends``, embedding and output are
+        sharded separately.
         """
         casts = use_float8(model.blocks) if float8 else None
         self._layout = layout
@@ -265,7 +265,7 @@ class ParallelModel:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """A context for forward, loss and backward."""
+        """Set up what forward, loss and backward need."""
         loss, attention = loss_context(self._layout), attention_context(self._context)
         with loss, attention, warnings.catch_warnings():
             # With tensor parallelism, the embedding returns a view; nothing changes it in place.
@@ -277,7 +277,7 @@ class ParallelModel:
     ) -> None:
         """Set what may change from step to step: the recomputation, and FSDP2's resharding.
 
-        recompute_every: one of every so many blocks is recomputed.
+        One of every ``recompute_every`` blocks is recomputed.
         """
         block: Any
         for index, (block, forward) in enumerate(zip(self._blocks, self._forwards, strict=True)):
@@ -290,10 +290,10 @@ class ParallelModel:
 
 
 def adam(module: nn.Module) -> torch.optim.AdamW:
-    """Fused AdamW, with a parameter group for each block and one for the rest.
+    """Create a fused AdamW, with a parameter group for each block and one for the rest.
 
-    For each operator, DTensor inspects the whole list of tensors: for all blocks together, that
-    takes seconds.
+    For each operator, DTensor inspects the whole list of tensors, which takes seconds for all blocks
+    together.
     """
     blocks = [child for child in module.modules() if isinstance(child, TransformerBlock)]
     groups = [list(block.parameters()) for block in blocks]
@@ -303,7 +303,7 @@ def adam(module: nn.Module) -> torch.optim.AdamW:
 
 
 def adam_with_state(module: nn.Module) -> torch.optim.AdamW:
-    """The module's optimizer after a first step, which creates its state."""
+    """Create the module's optimizer, and its state by a first step."""
     optimizer = adam(module)
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -316,7 +316,7 @@ def adam_with_state(module: nn.Module) -> torch.optim.AdamW:
 def without_garbage() -> Iterator[None]:
     """Collect what the block leaves in reference cycles when it ends.
 
-    FSDP2 replaces parameters, and the old ones' bytes would be freed in the middle of some later
+    FSDP2 replaces parameters, and the bytes of the old ones would be freed in the middle of a later
     step. With automatic collection off, all new objects are in the youngest generation, which is
     quick to collect, whereas a full collection goes through all of torch.
     """
@@ -331,9 +331,9 @@ def without_garbage() -> Iterator[None]:
 
 
 def progress(what: str, unit: str, total: int | None = None, items: Any = None) -> Any:
-    """A progress bar, shown if it takes long; if several processes predict, only their parent has one.
+    """Return a progress bar, shown if a prediction takes long; worker processes don't have one.
 
-    total: the number of updates, or the items to iterate over.
+    ``total`` is the number of updates, or ``items`` are the items to iterate over.
     """
     child = multiprocessing.parent_process() is not None
     options = {"unit": unit, "leave": False, "delay": SHOW_AFTER_S, "disable": child}

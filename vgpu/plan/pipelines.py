@@ -1,13 +1,13 @@
-"""Predict a step of a plan: record a rank and, for a pipeline, simulate the schedule over all ranks.
+"""Predicts a step of a plan: records a rank and, for a pipeline, simulates the schedule over all ranks.
 
 For a pipeline, one rank of each kind of stage is recorded. PyTorch's own FSDP2 and tensor
 parallelism divide the stages. Between micro-batches, FSDP2 accumulates unsharded gradients in
 float32, and in a stage's last backward it reduces them across ranks. PyTorch's pipelines do that
-after the last backward; here it overlaps with it as far as possible.
+after the last backward; here, the reduction overlaps with that backward as far as possible.
 
 What a stage sends arrives after the time that the slowest message between neighboring stages takes,
-and doesn't delay anyone's computation. Not modeled: messages that wait for each other, or for
-collectives on the same adapters.
+and doesn't delay any computation. Messages that wait for each other, or for collectives on the same
+adapters, aren't modeled.
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ def predict(plan: Plan, **costs: Any) -> Step:
     """Predict the second step of rank 0, whose GPU computes nothing and counts everything.
 
     Parameters and gradients are bfloat16 with float32 master copies, and AdamW is fused. For a
-    pipeline, one rank of each kind of stage is recorded, and the schedule simulated. costs: as for
-    ``vgpu.record`` (``arithmetic_share``, ``fuses``, ``async_tp`` and others); ``gpu`` and
+    pipeline, one rank of each kind of stage is recorded, and the schedule simulated. ``costs`` are
+    as for ``vgpu.record`` (``arithmetic_share``, ``fuses``, ``async_tp`` and others); ``gpu`` and
     ``network`` override the plan's.
     """
     plan, costs = plan.taking(costs)
@@ -66,7 +66,7 @@ def _predict_pipeline(plan: Plan, **costs: Any) -> "PipelineStep":
     ranks: dict[int, RecordedRank] = {}
     actions: dict[tuple[_Kind, ActionContext], vgpu.Timeline] = {}
     with progress("recording stages", "stage", plan.schedule.devices) as bar:
-        # Of ranks that are alike, the first has the most micro-batches in flight.
+        # Among ranks that are alike, the first has the most micro-batches in flight.
         for device in range(plan.schedule.devices):
             kind, contexts = _kind(plan, device), action_contexts(short, device)
             if not all((kind, context) in actions for context in contexts.values()):
@@ -77,8 +77,8 @@ def _predict_pipeline(plan: Plan, **costs: Any) -> "PipelineStep":
     return _simulated(_Recordings(plan, actions, ranks))
 
 
-# A rank's state before each action: equal states take equal time and bytes. So among ranks with the
-# same stages, and among many micro-batches, only those are recorded that reach a new state.
+# A rank's state before each action. Equal states take equal time and bytes, so among ranks with the
+# same stages, and among many micro-batches, only those that reach a new state are recorded.
 
 
 class ActionContext(NamedTuple):
@@ -88,16 +88,16 @@ class ActionContext(NamedTuple):
     kind: str
     before: str
     """The kind of the stage's previous action, which decides whether parameters are gathered; empty
-    if none.
+    if there's none.
     """
     has_gradients: bool
     """Whether the stage has had a backward, so that there are gradients to add to."""
     last: bool
-    """Whether it's the stage's last backward, which reduces the gradients."""
+    """Whether the action is the stage's last backward, which reduces the gradients."""
 
 
 class RankState(NamedTuple):
-    """What determines how long an action takes, and the rank's bytes."""
+    """What determines an action's time, and the rank's bytes."""
 
     context: ActionContext
     in_flight: tuple[int, ...]
@@ -107,7 +107,7 @@ class RankState(NamedTuple):
 
 
 def rank_states(schedule: Schedule, device: int) -> Iterator[tuple[Action, RankState]]:
-    """A pipeline device's actions, and its state before each."""
+    """Yield a pipeline device's actions, with its state before each."""
     kept, done = [0] * schedule.chunks, [0] * schedule.chunks
     before: dict[int, str] = {}
     for action in schedule.rows[device]:
@@ -128,7 +128,7 @@ def action_contexts(schedule: Schedule, device: int) -> dict[Action, ActionConte
 
 
 def shortened(plan: Plan) -> Schedule:
-    """The plan's schedule, with as few micro-batches as it takes to reach all the same states."""
+    """Return the plan's schedule with the fewest micro-batches that reach all of its states."""
     whole = plan.schedule
     step = whole.devices if plan.chunks > 1 else 1
     wanted = _all_states(whole)
@@ -155,13 +155,13 @@ class RecordedRank(NamedTuple):
     bytes_by_cause: dict[str, int]
     reserved_bytes: int
     in_flight: int
-    """Micro-batches that it keeps at the peak, including the current one."""
+    """The number of micro-batches that the rank keeps at the peak, including the current one."""
 
 
 def record_rank(plan: Plan, schedule: Schedule, device: int, **costs: Any) -> RecordedRank:
-    """Record a step of the first rank of the device's stages; costs: as for ``vgpu.record``.
+    """Record a step of the first rank of the device's stages; ``costs`` are as for ``vgpu.record``.
 
-    schedule: the plan's, or one with fewer micro-batches.
+    ``schedule`` is the plan's, or one with fewer micro-batches.
     """
     actions: dict[Action, vgpu.Timeline] = {}
     peaks: list[tuple[int, int]] = []  # bytes, and micro-batches in flight
@@ -211,7 +211,7 @@ class _StageRank:
             model.configure(plan.recompute, plan.reshard_after_forward, plan.recompute_every)
         self._stages = {stage: model.module for stage, model in models.items()}
         self.training = next(iter(models.values())).training
-        """The context of an action, whichever stage's."""
+        """The context of an action, the same for all stages."""
         self.modules = nn.ModuleList(self._stages.values())
         self.optimizer = adam_with_state(self.modules)
         self._in_flight: dict[Action, torch.Tensor | GradientEdge] = {}
@@ -237,7 +237,7 @@ class _StageRank:
         torch.autograd.backward(output, gradient)
 
     def _hidden(self) -> torch.Tensor:
-        """A stage's input: a rank's part of each sequence."""
+        """Return a stage's input, a rank's part of each sequence."""
         plan = self._plan
         size = (plan.micro_batch, plan.tokens_per_sequence // plan.layout.tp, plan.sizes.width)
         return torch.empty(size, device=self._gpu, dtype=torch.bfloat16)
@@ -247,7 +247,7 @@ _Kind = tuple[StageLayers, ...]  # the layers of a rank's stages
 
 
 def _stages_of(plan: Plan, device: int) -> dict[int, StageLayers]:
-    """A pipeline device's stages, by number."""
+    """Return a pipeline device's stages, by number."""
     every = split_layers(plan.sizes.layers, plan.layout.pp * plan.chunks)
     return dict(list(enumerate(every))[device :: plan.layout.pp])
 
@@ -262,9 +262,9 @@ def _kind(plan: Plan, device: int) -> _Kind:
 class RecordedTimes(schedules.Times):
     """Each action's times, from its timeline, for one simulation of one schedule.
 
-    A chunk's last backward reduces its gradients, and whatever isn't reduced when it has finished
-    computing overlaps with the rank's next actions. Their own collectives wait for it if they use
-    the same links, and computation waits for those: such an action is simulated again.
+    A chunk's last backward reduces its gradients. Whatever isn't reduced when it has finished
+    computing overlaps with the rank's next actions. Their own collectives wait for that if they use
+    the same links, and computation waits for them: such an action is simulated again.
     """
 
     def __init__(
@@ -272,10 +272,10 @@ class RecordedTimes(schedules.Times):
     ) -> None:
         super().__init__(transfer=transfer)
         self.timelines = dict(timelines)
-        """Each action's timeline, as finally simulated."""
+        """Each action's timeline, from its last simulation."""
         self._devices = devices
         self._under_way: dict[int, list[TraceEvent]] = defaultdict(list)
-        """By device: collectives that outlast their actions, in the schedule's time."""
+        """Each device's collectives that outlast their actions, in the schedule's time."""
 
     def end(self, action: Action, chunks: int, start: float) -> float:
         device = action.stage % self._devices
@@ -296,7 +296,7 @@ class RecordedTimes(schedules.Times):
 
 
 def ready_s(timeline: vgpu.Timeline) -> float:
-    """When the default stream has finished computing; gradients may still be on their way."""
+    """Return when the default stream has finished computing; gradients may still be on their way."""
     return max(e.end_s for e in timeline.events if e.kind == "kernel" and e.stream == 0)
 
 
@@ -310,7 +310,7 @@ class _Recordings(NamedTuple):
     plan: Plan
     actions: dict[tuple[_Kind, ActionContext], vgpu.Timeline]
     ranks: dict[int, RecordedRank]
-    """By device. Only the actions in ``actions`` count."""
+    """The recordings by device. Only the actions in ``actions`` count."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,19 +320,19 @@ class PipelineStep(Step):
     stage: int
     """The fullest rank's position in the pipeline."""
     in_flight: int
-    """Micro-batches that it keeps at the peak, counted once per chunk that keeps it."""
+    """Micro-batches that the rank keeps at the peak, counted once per chunk that keeps one."""
     idle_s: float
-    """How long it waits for other stages."""
+    """How long the rank waits for other stages."""
     recordings: _Recordings = dataclasses.field(repr=False)
 
     @property
     def time_by_cause(self) -> dict[str, float]:
-        """As in ``RecordedStep.time_by_cause``, for the fullest rank."""
+        """The same as ``RecordedStep.time_by_cause``, for the fullest rank."""
         device = self.timeline.devices[self.stage]
         return time_by_cause(self.timeline, device, self.idle_s)
 
     def replayed(self, **changes: Any) -> "PipelineStep":
-        """As in ``Step.replayed``: each rank's actions are replayed, and so is the schedule."""
+        """Replay each rank's actions and the schedule, as ``Step.replayed`` does."""
         plan, actions, ranks = self.recordings
         again = {key: vgpu.replay(timeline, **changes) for key, timeline in actions.items()}
         updates = {
@@ -372,7 +372,7 @@ def _simulated(recordings: _Recordings) -> PipelineStep:
 
 
 def _transfer_s(plan: Plan, model: vgpu.CostModel) -> float:
-    """How long a rank takes to send its part of a micro-batch to its neighbor in the next stage."""
+    """Return how long a rank takes to send its part of a micro-batch to its neighbor in the next stage."""
     tokens = plan.micro_batch * plan.tokens_per_sequence // plan.layout.tp
     each = plan.layout.ranks_per_stage
     return max(
@@ -382,7 +382,7 @@ def _transfer_s(plan: Plan, model: vgpu.CostModel) -> float:
 
 
 def _reduced_s(row: tuple[Box, ...], timelines: Mapping[Action, vgpu.Timeline]) -> float:
-    """When a rank has the gradients of all its chunks, and can start the update."""
+    """Return when a rank has the gradients of all its chunks, and can start the update."""
     return max(box.start + timelines[box.action].makespan_s for box in row)
 
 
@@ -393,7 +393,7 @@ def _idle_s(
     timelines: Mapping[Action, vgpu.Timeline],
     update: vgpu.Timeline,
 ) -> float:
-    """How long a rank waits for other stages without a collective in progress."""
+    """Return how long a rank waits for other stages without a collective in progress."""
     taken = [(event.start_s, event.end_s) for event in timeline.of(timeline.devices[device])]
     taken += [(box.start, box.end) for box in row]
     taken.append((row[-1].end, _reduced_s(row, timelines) + update.makespan_s))
@@ -406,7 +406,7 @@ def _timeline(
     timelines: Mapping[Action, vgpu.Timeline],
     updates: list[vgpu.Timeline],
 ) -> vgpu.Timeline:
-    """All ranks' events; modules are prefixed with the action, as in "2F0 blocks.1"."""
+    """Return all ranks' events; modules are prefixed with the action, as in "2F0 blocks.1"."""
     count = simulated.schedule.devices
     devices = [torch.device("vgpu", index) for index in range(count)]
     events: list[TraceEvent] = []

@@ -19,19 +19,19 @@ from vgpu.time.timeline import covered_s
 from vgpu.units import format_bytes
 
 MOST_RANKS = 32_768
-"""In a plan. FSDP2 splits each parameter into ``dp_shard`` parts, so planning takes longer with more."""
+"""The limit for a plan: FSDP2 splits parameters into ``dp_shard`` parts, so more take longer to plan."""
 
 MOST_LAYERS = 1024
 MOST_MICRO_BATCHES = 4096
-"""In a pipeline: more only repeat what fewer do, and each takes time to simulate."""
+"""The limit for a pipeline: more only repeat what fewer do, and each takes time to simulate."""
 
 _NO_LIMIT_BYTES = 2**50  # a plan that doesn't fit is still counted
-_MOST_BYTES = 2**45  # by the estimate, which leaves out a lot
+_MOST_BYTES = 2**45  # according to the estimate, which leaves out a lot
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A transformer, a cluster, and how the one is divided over the other."""
+    """A transformer, a cluster, and how the transformer is divided over the cluster."""
 
     sizes: TransformerSizes
     layout: Layout
@@ -48,9 +48,9 @@ class Plan:
     chunks: int = 1
     """Pipeline stages per rank: 1 for 1F1B, more for interleaved 1F1B."""
     micro_batches: int | None = None
-    """In a pipeline, into how many ``batch`` is divided; None: as many as its ranks, as in torchtitan."""
+    """Micro-batches that a pipeline divides ``batch`` into; None: as many as ranks, as in torchtitan."""
     accumulate: int = 1
-    """Without a pipeline: how often a step computes ``batch`` sequences and reduces their gradients."""
+    """How often a step without a pipeline computes ``batch`` sequences and reduces their gradients."""
     reduce: str = "float32"
     """The dtype in which gradients are reduced: one of ``REDUCE``."""
     recompute_every: int = 1
@@ -158,7 +158,7 @@ class Plan:
                 f"a batch of {self.batch} can't be divided into {count} micro-batches: make it a "
                 f"multiple, or give another number of micro_batches"
             )
-        self.schedule_of(count)  # raises ValueError for what can't be interleaved
+        self.schedule_of(count)  # raises ValueError for a count that can't be interleaved
 
     def _check_bytes(self) -> None:
         """Raise ValueError for sizes that no byte counter could hold."""
@@ -183,7 +183,7 @@ class Plan:
         return self.schedule_of(self.micro_batches or self.layout.pp)
 
     def schedule_of(self, micro_batches: int) -> schedules.Schedule:
-        """The schedule for another number of micro-batches."""
+        """Return the schedule for another number of micro-batches."""
         if self.chunks == 1:
             return schedules.one_forward_one_backward(self.layout.pp, micro_batches)
         return schedules.interleaved(self.layout.pp, micro_batches, self.chunks)
@@ -209,7 +209,7 @@ class Plan:
         return max(1, self.layout.ranks // self.gpus_per_host)
 
     def taking(self, costs: dict[str, Any]) -> tuple["Plan", dict[str, Any]]:
-        """The plan with the GPU and network named in ``costs``, if any, and the remaining costs."""
+        """Return the plan with the GPU and network named in ``costs``, if any, and the remaining costs."""
         own = {name: costs[name] for name in ("gpu", "network") if name in costs}
         others = {name: cost for name, cost in costs.items() if name not in own}
         return dataclasses.replace(self, **own) if own else self, others
@@ -280,9 +280,10 @@ class Step(RecordedStep):
     """The most memory that PyTorch's allocator reserves on the GPU."""
 
     def replayed(self, **changes: Any) -> "Step":
-        """The same operations, timed again with other costs, as in ``vgpu.replay``.
+        """Time the same operations again with other costs, as ``vgpu.replay`` does.
 
-        changes: fields of ``vgpu.CostModel``, and a plan's ``gpu`` and ``network``. Bytes don't change.
+        ``changes`` are fields of ``vgpu.CostModel``, and a plan's ``gpu`` and ``network``. Bytes don't
+        change.
         """
         timeline = vgpu.replay(self.timeline, **changes)
         plan, _ = self.plan.taking(changes)
@@ -298,7 +299,7 @@ _RECORDED_MICRO_BATCHES = 2
 
 
 def micro_batch_s(timeline: vgpu.Timeline) -> float:
-    """In a step of two micro-batches: from the end of the first backward to the end of the second."""
+    """Return, for a step of two micro-batches, the time between the ends of their backward passes."""
     computed = [event for event in timeline.events if event.kind == "kernel" and event.stream == 0]
     computed.sort(key=lambda event: event.start_s)
     ends = [
@@ -313,7 +314,7 @@ def micro_batch_s(timeline: vgpu.Timeline) -> float:
 def time_by_cause(
     timeline: vgpu.Timeline, device: torch.device, idle_s: float | None = None
 ) -> dict[str, float]:
-    """Where a device's seconds go; idle_s: in a pipeline, how long it waits for other stages."""
+    """Return where a device's seconds go; in a pipeline, it waits ``idle_s`` for other stages."""
     events = timeline.of(device)
     seen = [event for event in events if event.kind == "kernel"]
     sent = [event for event in events if event.kind == "collective"]
@@ -341,11 +342,11 @@ class Rank:
 
     @without_garbage()
     def __init__(self, plan: Plan, takes_a_step: bool = True) -> None:
-        """takes_a_step: whether it trains for a step before the recorded one.
+        """With ``takes_a_step``, the rank trains for a step before the recorded one.
 
-        If not, it only creates the optimizer's state. A step's seconds and allocated bytes are the
-        same then, but the bytes that the allocator reserves aren't quite: they depend on everything
-        that happened before.
+        Otherwise, it only creates the optimizer's state. A step's seconds and allocated bytes are
+        the same then, but the bytes that the allocator reserves differ slightly: they depend on
+        everything that happened before.
         """
         self._layout = plan.layout
         whole = Transformer(dataclasses.replace(plan.sizes, sequence=plan.tokens_per_sequence))
@@ -381,7 +382,7 @@ class Rank:
         self.optimizer.zero_grad()
 
     def recorded(self, plan: Plan, **costs: Any) -> RecordedStep:
-        """One step, with its bytes at the peak; those of other ``Rank`` objects don't count."""
+        """Record a step, with its bytes at the peak; those of other ``Rank`` objects don't count."""
         with PeakByCause(self.model, self.optimizer) as peak, vgpu.record(**costs) as timeline:
             self.train(plan)
         assert not timeline.races, timeline.races

@@ -1,13 +1,13 @@
-"""Many users of one server, in virtual time: who waits for what, depending on the schedule.
+"""Simulates many users of one server, in virtual time: how long requests wait with a given schedule.
 
     served = simulate_queue(Server(LLAMA["70B"], tp=4), requests, chunked_prefill(512))
 
-A step is one forward pass of the server over the tokens that the schedule picks: as many of a
-prompt as it likes, and the one next token of a sequence that's generating. The next step starts
-when it ends. Sequences are admitted in order of arrival, as soon as the cache has room for the
-prompt and all of the output; until then they wait outside, where no schedule sees them.
+A step is one forward pass of the server over the tokens that the schedule picks: any number of a
+prompt's tokens, and the next token of a sequence that's generating. The next step starts when this
+one ends. Sequences are admitted in order of arrival, as soon as the cache has room for the prompt
+and all of the output; until then, the schedule doesn't see them.
 
-Left out: the host's time between steps, prompts with a common prefix, and sequences that are
+This leaves out the host's time between steps, prompts with a common prefix, and sequences that are
 evicted from the cache to make room (preemption).
 
 Sources: Yu et al., 2022, Orca (continuous batching); Agrawal et al., 2024, Sarathi-Serve (prompts
@@ -31,7 +31,7 @@ class Request:
     prompt: int
     output: int
     cached: int = 0
-    """Prompt tokens whose keys and values come with it, from a server that did the prefill."""
+    """Prompt tokens whose keys and values come with the request, from a server that did the prefill."""
 
     def __post_init__(self) -> None:
         check_seconds("arrival_s", self.arrival_s)
@@ -46,7 +46,7 @@ class Request:
 
 @dataclasses.dataclass
 class Generation:
-    """A request that the server has admitted: how much of its prompt is done, and when its tokens came."""
+    """An admitted request, with how much of its prompt is done, and when its tokens came."""
 
     request: Request
     prompt_left: int
@@ -54,7 +54,7 @@ class Generation:
 
     @property
     def computed(self) -> int:
-        """How many of its tokens are in the cache."""
+        """The number of its tokens in the cache."""
         return self.request.prompt - self.prompt_left + max(0, len(self.token_s) - 1)
 
     @property
@@ -69,11 +69,11 @@ class Generation:
 
 
 Schedule = Callable[[Sequence[Generation]], Sequence[int]]
-"""How many tokens each admitted request gets in the next step, in order of arrival."""
+"""Returns how many tokens each admitted request gets in the next step, in order of arrival."""
 
 
 def whole_prompts(generations: Sequence[Generation]) -> list[int]:
-    """The first waiting prompt, whole and alone; if none is waiting, a token for everyone."""
+    """Schedule the first waiting prompt, whole and alone; if none is waiting, a token for each sequence."""
     first = next((g for g in generations if g.prompt_left), None)
     if first is None:
         return [1] * len(generations)
@@ -81,7 +81,7 @@ def whole_prompts(generations: Sequence[Generation]) -> list[int]:
 
 
 def chunked_prefill(budget: int) -> Schedule:
-    """A token for everyone who's generating; the rest of ``budget`` tokens goes to prompts, in order."""
+    """Schedule a token for each generating sequence; the rest of ``budget`` goes to prompts, in order."""
     check_count("budget", budget)
 
     def schedule(generations: Sequence[Generation]) -> list[int]:
@@ -102,12 +102,12 @@ def simulate_queue(
     most_sequences: int = 256,
     static: bool = False,
 ) -> list[Generation]:
-    """When each request's tokens come, in order of arrival.
+    """Simulate when each request's tokens come, in order of arrival.
 
-    most_sequences: a limit at any time, in addition to the cache's. static: new requests are
-    admitted only when all of the previous ones have ended (a static batch). Raises ValueError for a
-    request that's larger than the cache, and for a schedule that gives a sequence more than it has
-    left, or gives nobody anything.
+    ``most_sequences`` is a limit at any time, in addition to the cache's. With ``static``, new
+    requests are admitted only when all of the previous ones have ended (a static batch). Raises
+    ValueError for a request that's larger than the cache, and for a schedule that gives a sequence
+    more tokens than it has left, or that picks no tokens.
     """
     if server.pp > 1:
         raise ValueError(

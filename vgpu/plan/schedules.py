@@ -25,8 +25,8 @@ _TEXT = re.compile(r"(\d*)([FBIW])(\d+)")
 class Action(NamedTuple):
     """One micro-batch in one stage, in one direction.
 
-    kind: "F" forward; "B" backward; or backward in two halves, "I" for the gradient of the stage's
-    input and "W" for those of its weights.
+    ``kind`` is "F" for forward and "B" for backward; or, for a backward in two halves, "I" for the
+    gradient of the stage's input and "W" for those of its weights.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class Action(NamedTuple):
     stage: int
 
     def __str__(self) -> str:
-        """As torch.distributed.pipelining writes it: "2F0" is micro-batch 0 forward in stage 2."""
+        """Format like torch.distributed.pipelining: "2F0" is micro-batch 0 forward in stage 2."""
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
@@ -77,7 +77,7 @@ class Schedule:
         return self.devices * self.chunks
 
     def device_of(self, stage: int) -> int:
-        """The device whose row contains the stage."""
+        """Return the device whose row contains the stage."""
         return stage % self.devices
 
     @cached_property
@@ -89,7 +89,7 @@ class Schedule:
         return frozenset(action for row in self.rows for action in row)
 
     def text(self, action: Action) -> str:
-        """An action as ``from_text`` reads it, without the stage if each device has only one."""
+        """Format an action as ``from_text`` reads it, without the stage if each device has only one."""
         return str(action) if self.chunks > 1 else f"{action.kind}{action.micro_batch}"
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ class Schedule:
 
 
 def from_text(rows: Sequence[str | Sequence[str]], name: str = "by hand") -> Schedule:
-    """A schedule from text: ``from_text(["F0 F1 B0 B1", "F0 B0 F1 B1"])``, one string per device.
+    """Parse a schedule, one string per device: ``from_text(["F0 F1 B0 B1", "F0 B0 F1 B1"])``.
 
     A row may also be a list of actions. A number in front, as in "4F0", is the stage; without it,
     the stage is the device's number. Raises ValueError if a string isn't an action.
@@ -136,8 +136,8 @@ def from_text(rows: Sequence[str | Sequence[str]], name: str = "by hand") -> Sch
 def all_forward_all_backward(devices: int, micro_batches: int) -> Schedule:
     """GPipe: all micro-batches forward, then all backward.
 
-    Bubble: (p - 1) / (m + p - 1) of the time, for p devices and m micro-batches (GPipe, 2.3). Every
-    device keeps the activations of all m micro-batches.
+    The bubble is (p - 1) / (m + p - 1) of the time, for p devices and m micro-batches (GPipe, 2.3).
+    Every device keeps the activations of all m micro-batches.
     """
     _check_counts(devices, micro_batches)
     rows = [
@@ -148,7 +148,7 @@ def all_forward_all_backward(devices: int, micro_batches: int) -> Schedule:
 
 
 def _in_turn(warm: int, forwards: list[Action], backwards: list[list[Action]]) -> list[Action]:
-    """``warm`` forwards, then forwards and backwards alternately, then the remaining backwards."""
+    """Return ``warm`` forwards, then forwards and backwards in turn, then the remaining backwards."""
     row = forwards[:warm]
     for forward, backward in zip_longest(forwards[warm:], backwards):
         if forward is not None:
@@ -175,9 +175,9 @@ def one_forward_one_backward(devices: int, micro_batches: int) -> Schedule:
 def interleaved(devices: int, micro_batches: int, chunks: int = 2) -> Schedule:
     """Interleaved 1F1B: v chunks on each device, so a micro-batch visits each device v times.
 
-    Bubble: (p - 1) / (v m + p - 1) of the time; Megatron-LM, 2.2.2, gives it relative to the ideal
-    time, as (p - 1) / (v m). Device 0 keeps at most v p + p - 1 chunks' activations, each 1 / v of
-    a device's layers (Korthikanti et al., 2022, 4.2.3). Raises ValueError unless the number of
+    The bubble is (p - 1) / (v m + p - 1) of the time; Megatron-LM, 2.2.2, gives it relative to the
+    ideal time, as (p - 1) / (v m). Device 0 keeps at most v p + p - 1 chunks' activations, each 1 / v
+    of a device's layers (Korthikanti et al., 2022, 4.2.3). Raises ValueError unless the number of
     micro-batches is a multiple of the number of devices.
     """
     _check_counts(devices, micro_batches, chunks)
@@ -189,7 +189,7 @@ def interleaved(devices: int, micro_batches: int, chunks: int = 2) -> Schedule:
     total = micro_batches * chunks
 
     def nth(kind: str, n: int, device: int) -> Action:
-        """The n-th forward or backward of a device: rounds of p micro-batches, chunk by chunk."""
+        """Return a device's n-th forward or backward: rounds of p micro-batches, chunk by chunk."""
         around, within = divmod(n, devices * chunks)
         chunk, place = divmod(within, devices)
         if kind == BACKWARD:
@@ -209,8 +209,8 @@ def zero_bubble(devices: int, micro_batches: int) -> Schedule:
     """ZB-H1: 1F1B with backward in two halves; weight gradients are deferred and fill the bubble.
 
     Nothing waits for weight gradients, so device d defers those of d micro-batches. If the three
-    parts take equally long, the bubble is (p - 1) / (3 m + p - 1), a third of 1F1B's idle time (Qi
-    et al., 2.3 and table 2). It assumes m >= p. Every device keeps the activations of at most
+    parts take the same time, the bubble is (p - 1) / (3 m + p - 1), a third of 1F1B's idle time (Qi
+    et al., 2.3 and table 2). That assumes m >= p. Every device keeps the activations of at most
     min(p, m) micro-batches.
     """
     _check_counts(devices, micro_batches)
@@ -259,9 +259,9 @@ class DeadlockError(ValueError):
 class Times:
     """How long one micro-batch takes in all of a device's layers, in any unit.
 
-    If a device has v chunks, each takes 1 / v of that. A whole backward is both halves. transfer:
-    the time from the end of an action until a neighbor on another device can use its result.
-    by_stage: a factor for each stage, in both directions; empty means that all are alike.
+    If a device has v chunks, each takes 1 / v of that. A whole backward is both halves. ``transfer``
+    is the time from the end of an action until a neighbor on another device can use its result.
+    ``by_stage`` has a factor for each stage, in both directions; empty means that all are alike.
     """
 
     forward: float = 1
@@ -271,7 +271,7 @@ class Times:
     by_stage: Sequence[float] = ()
 
     def of(self, action: Action, chunks: int) -> float:
-        """The time of one action, in one of ``chunks`` chunks."""
+        """Return the time of one action, in one of ``chunks`` chunks."""
         times_as_long = self.by_stage[action.stage] if self.by_stage else 1
         of_kinds = {
             FORWARD: self.forward,
@@ -282,7 +282,7 @@ class Times:
         return of_kinds[action.kind] / chunks * times_as_long
 
     def end(self, action: Action, chunks: int, start: float) -> float:
-        """When an action that starts at ``start`` ends; called once per action, in each device's order."""
+        """Return when an action that starts at ``start`` ends; called in each device's order, once each."""
         return start + self.of(action, chunks)
 
 
@@ -355,7 +355,7 @@ def simulate(schedule: Schedule, times: Times | None = None) -> SimulatedSchedul
 
 
 def needs(action: Action, schedule: Schedule) -> Iterator[Action]:
-    """The actions whose results an action uses."""
+    """Yield the actions whose results an action uses."""
     kind, micro_batch, stage = action
     if kind == FORWARD:
         if stage > 0:
@@ -372,7 +372,7 @@ def needs(action: Action, schedule: Schedule) -> Iterator[Action]:
 
 
 def peaks_in_flight(schedule: Schedule) -> list[int]:
-    """The maximum number of activations that each device keeps at once.
+    """Return the maximum number of activations that each device keeps at once.
 
     An activation is one micro-batch in one stage, kept from its forward until its backward, or its
     weight gradient, is done.
@@ -382,7 +382,7 @@ def peaks_in_flight(schedule: Schedule) -> list[int]:
 
 
 def _deadlock(schedule: Schedule, positions: list[int], ended: set[Action]) -> str:
-    """Who waits for whom, once around the cycle."""
+    """Say which devices wait for which, once around the cycle."""
     waits = {}
     for device, (position, row) in enumerate(zip(positions, schedule.rows, strict=True)):
         if position < len(row):

@@ -1,14 +1,15 @@
-"""Estimates for serving a transformer: does it fit, and how fast does it generate?
+"""Estimates whether a server for a transformer fits into memory, and how fast it generates.
 
 A server's forward pass takes some new tokens from each sequence, reads the cached keys and values
 of its earlier ones, and gives each sequence one more token. At first, all of a prompt's tokens are
 new (prefill), later one at a time (decoding). Seconds come from a ``CostModel``, kernel by kernel:
-matrix products fill a GPU as far as their rows allow, and attention reads the cache. Within a host,
-tensor parallelism's all-reduces use the faster of NCCL's ring and a single read of all the others'
-parts, which serving engines use for small tensors.
+matmuls fill a GPU as far as their rows allow, and attention reads the cache. Within a host, tensor
+parallelism's all-reduces use the faster of NCCL's ring and a single read of all other ranks' parts,
+which serving engines use for small tensors.
 
-Left out: the host's time (CUDA graphs replay launches), sampling, the bytes of activations,
-fragmentation of the cache, float8's scales, sequences that share a prefix, speculative decoding.
+The estimates leave out the host's time (CUDA graphs replay launches), sampling, the bytes of
+activations, fragmentation of the cache, float8's scales, sequences that share a prefix, and
+speculative decoding.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ _ACTIVATION_BYTES = 2  # per number in hidden states, embedding and output: bflo
 
 
 def cache_bytes(sizes: TransformerSizes, tokens: int, bits: int = 16) -> int:
-    """Bytes of the keys and values of ``tokens`` tokens in all layers, over all GPUs, without copies."""
+    """Return the bytes of ``tokens`` tokens' keys and values in all layers and GPUs, without copies."""
     return 2 * sizes.layers * sizes.key_value_width * tokens * bits // 8
 
 
@@ -50,18 +51,18 @@ class Server:
     pp: int = 1
     """Stages of consecutive layers, and the number of groups of sequences in flight."""
     weight_bits: int = 16
-    """For the blocks' products; with 8, they're also computed in float8. Embedding and output stay
-    in bfloat16.
+    """Bits of the weights in the blocks' matmuls; with 8, those are also computed in float8. Embedding
+    and output stay in bfloat16.
     """
     cache_bits: int = 16
     usable_memory: float = 0.9
     """The part of a GPU's memory that weights and cache may take (vLLM's gpu_memory_utilization)."""
     cost: CostModel = DEFAULT_COST
-    """The GPU, its links and network, and what shares of their peaks are reached."""
+    """The GPU, its links and network, and the shares of their peaks that are reached."""
     _products: dict[tuple[int, ...], float] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Cached seconds of matrix products: most forward passes have the same ones."""
+    """Cached seconds of matmuls: most forward passes have the same ones."""
 
     def __post_init__(self) -> None:
         self.sizes.check()
@@ -88,7 +89,7 @@ class Server:
             raise ValueError(f"pp={self.pp} stages are too many for {sizes.layers} layers")
 
     def with_costs(self, **changes: object) -> "Server":
-        """A copy with other fields of the ``CostModel``: shares, ``gpu``, ``network``."""
+        """Return a copy with other fields of the ``CostModel``, such as shares, ``gpu`` or ``network``."""
         return dataclasses.replace(self, cost=self.cost.changed(changes))
 
     @property
@@ -99,7 +100,7 @@ class Server:
 
     @property
     def weight_bytes(self) -> int:
-        """Weights of the GPU that holds the most: a stage's blocks, and embedding or output or both."""
+        """The bytes of weights on the fullest GPU: a stage's blocks, and embedding or output or both."""
         sizes = self.sizes
         norms = 2 * sizes.width * _ACTIVATION_BYTES
         block = sizes.block_products * self.weight_bits // 8 // self.tp + norms
@@ -108,13 +109,13 @@ class Server:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Per token, on each GPU of the stage with the most layers."""
+        """The bytes per token on each GPU of the stage with the most layers."""
         numbers = 2 * self._stage_layers * self._key_value_width
         return numbers * self.cache_bits // 8
 
     @property
     def cache_tokens(self) -> int:
-        """How many tokens fit into the cache next to the weights; below 0, the weights don't fit."""
+        """The number of tokens that fit into the cache; below 0, the weights don't fit."""
         room = self.usable_memory * self.cost.spec.memory_bytes - self.weight_bytes
         return math.floor(room / self.cache_bytes_per_token)
 
@@ -124,16 +125,17 @@ class Server:
         return self.cache_tokens >= self.sizes.sequence
 
     def most_sequences(self, tokens: int) -> int:
-        """How many sequences of ``tokens`` tokens each the cache holds at once."""
+        """Return how many sequences of ``tokens`` tokens each the cache holds at once."""
         check_count("tokens", tokens)
         return max(0, self.cache_tokens // tokens)
 
     # Seconds
 
     def forward_s(self, work: Iterable[tuple[int, int]]) -> float:
-        """Through all stages; for each sequence, its new tokens and the ones cached before.
+        """Return the time of a forward pass through all stages.
 
-        ``[(2048, 0)]`` is the prefill of a prompt, ``[(1, 2048)] * 32`` a decoding step.
+        ``work`` has each sequence's new tokens and those cached before: ``[(2048, 0)]`` is the prefill
+        of a prompt, ``[(1, 2048)] * 32`` a decoding step.
         """
         tokens = sequences = pairs = read = 0
         for new, cached in work:
@@ -146,12 +148,12 @@ class Server:
         return self._forward_s(tokens, sequences, pairs, read)
 
     def prefill_s(self, prompt: int) -> float:
-        """For one prompt's tokens: the time until its first output token."""
+        """Return the time for a prompt's tokens, until the first output token."""
         check_count("prompt", prompt)
         return self.forward_s([(prompt, 0)])
 
     def decode_s(self, batch: int, context: int) -> float:
-        """The time until each of ``batch`` sequences, with ``context`` earlier tokens, has its next token.
+        """Return the time until ``batch`` sequences, with ``context`` tokens each, have their next token.
 
         With several stages, groups of batch / pp sequences follow each other, so that no stage waits.
         """
@@ -160,22 +162,22 @@ class Server:
         return self._forward_s(group, group, group * (context + 1), group * (context + 1))
 
     def generate_s(self, batch: int, prompt: int, output: int) -> float:
-        """A static batch from start to end: ``batch`` prompts of the same length, then all their tokens."""
+        """Return the time of a static batch: ``batch`` prompts of the same length, then all their tokens."""
         check_count("output", output)
         group = math.ceil(batch / self.pp)
         prefill_s = self.forward_s([(prompt, 0)] * group)
         return prefill_s + (output - 1) * self.decode_s(batch, prompt + output // 2)
 
     def tokens_per_s(self, batch: int, prompt: int, output: int) -> float:
-        """Output tokens/s of all GPUs together while there are always ``batch`` sequences.
+        """Return the output tokens/s of all GPUs together while there are always ``batch`` sequences.
 
-        As soon as one ends, the next one's prompt is processed along with the others' next tokens
-        (continuous batching, with prompts in chunks).
+        As soon as a sequence ends, the next one's prompt is processed along with the others' next
+        tokens (continuous batching, with prompts in chunks).
         """
         return batch / self.mixed_step_s(batch, prompt, output)
 
     def mixed_step_s(self, batch: int, prompt: int, output: int) -> float:
-        """The mean time between two tokens of one of these sequences: see ``tokens_per_s``."""
+        """Return the mean time between two tokens of one of the sequences of ``tokens_per_s``."""
         check_count("batch", batch)
         check_count("output", output)
         group = math.ceil(batch / self.pp)
@@ -243,7 +245,7 @@ class Server:
         return self.cost.kernel_time_s(Workload(0, size_bytes))
 
     def all_reduce_s(self, size_bytes: float) -> float:
-        """The time to sum a tensor over the ranks of ``tp``.
+        """Return the time to sum a tensor over the ranks of ``tp``.
 
         In one shot, each rank reads every other rank's whole tensor, between two barriers.
         """
@@ -258,7 +260,7 @@ class Server:
         return min(ring_s, 2 * link.latency_s + (self.tp - 1) * size_bytes / bytes_per_s)
 
     def _sends_s(self, hidden_bytes: float) -> float:
-        """The time from stage to stage: each rank sends its part of the hidden states."""
+        """Return the time from stage to stage: each rank sends its part of the hidden states."""
         stages = [(stage * self.tp, (stage + 1) * self.tp) for stage in range(self.pp - 1)]
         each = hidden_bytes / self.tp
         return sum(self.cost.group_time_s("send", each, pair) for pair in stages)
@@ -268,9 +270,9 @@ class Server:
 
 
 def report(server: Server, prompt: int, output: int) -> str:
-    """Whether the server fits and, for several batch sizes, how long tokens take, as text.
+    """Say as text whether the server fits and, for several batch sizes, how long tokens take.
 
-    prompt, output: tokens per request.
+    ``prompt`` and ``output`` are tokens per request.
     """
     spec, sizes = server.cost.spec, server.sizes
     tokens = prompt + output

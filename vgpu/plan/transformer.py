@@ -12,7 +12,7 @@ from vgpu.plan.experts import Experts, ExpertSizes
 
 
 def check_count(name: str, value: object) -> None:
-    """Raise ValueError for anything but a whole number of at least 1."""
+    """Raise ValueError unless the value is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
     if value < 1:
@@ -20,8 +20,8 @@ def check_count(name: str, value: object) -> None:
 
 
 FORMS = ("llama", "gpt")
-"""Llama's: RMSNorm, rotary positions, SwiGLU with three matrices. GPT's: LayerNorm, learned positions,
-GELU with two. Neither has biases."""
+"""Llama has RMSNorm, rotary positions and SwiGLU with three matrices; GPT has LayerNorm, learned
+positions and GELU with two. Here, neither has biases."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class TransformerSizes:
     layers: int
     width: int
     heads: int
-    key_value_heads: int  # each is shared by heads / key_value_heads query heads
+    key_value_heads: int  # heads / key_value_heads query heads share each of them
     feed_forward: int
     vocabulary: int
     sequence: int = 8192  # the longest that the model takes
     rotary_base: float = (
-        500_000.0  # Llama 3's; a larger one distinguishes positions that are further apart
+        500_000.0  # Llama 3's; a larger base distinguishes positions that are further apart
     )
     form: str = "llama"  # one of ``FORMS``
     experts: ExpertSizes | None = None  # in place of the blocks' feed-forward layers
@@ -92,7 +92,7 @@ class TransformerSizes:
 
     @property
     def block_products(self) -> int:
-        """Parameters in the matrix products of a block without experts."""
+        """The number of parameters in the matmuls of a block without experts."""
         return (
             self._attention_products + self.feed_forward_products * self.width * self.feed_forward
         )
@@ -103,7 +103,7 @@ class TransformerSizes:
 
     @property
     def token_products(self) -> int:
-        """Parameters in the matrix products that a token goes through in all blocks."""
+        """The number of parameters in the matmuls that a token goes through in all blocks."""
         return self._all_products(0 if self.experts is None else self.experts.per_token)
 
     @property
@@ -115,7 +115,7 @@ class TransformerSizes:
         return layers * 3 * self.width * self.experts.width * self.experts.count
 
     def _all_products(self, count: int) -> int:
-        """The parameters in all blocks' matrix products, with ``count`` experts per block."""
+        """Count the parameters in all blocks' matmuls, with ``count`` experts per block."""
         experts = self.experts
         if experts is None:
             return self.layers * self.block_products
@@ -169,13 +169,13 @@ MIXTRAL = {
     ),
 }
 
-# A GPT of 352,896 parameters, small enough to learn letters on a CPU. With 64 positions, a base of
-# 20 rotates each pair of numbers far enough to be useful.
+# A model with 352,896 parameters, small enough to learn letters on a CPU. With 64 positions, a base
+# of 20 rotates each pair of numbers far enough to be useful.
 LETTERS = TransformerSizes(2, 128, 4, 4, 256, 96, sequence=64, rotary_base=20.0)
 
 
 class Transformer(nn.Module):
-    """A Llama-style decoder-only transformer: either small enough to train here, or shapes only.
+    """A Llama-style decoder-only transformer, either small enough to train here, or with shapes only.
 
     Takes (B, S) integers, and returns (B, S, vocabulary) logits. It has a norm before each layer,
     grouped key and value heads, and no biases; the rest depends on its form (``FORMS``).
@@ -205,8 +205,8 @@ class Transformer(nn.Module):
     def initialize(self, seed: int = 0) -> None:
         """Initialize every parameter and buffer in place, for a model from the meta device.
 
-        The values are the same however the model is divided: each rank draws all of them on the
-        host, one whole parameter at a time, and keeps its part.
+        The values don't depend on how the model is divided: each rank draws all of them on the host,
+        one whole parameter at a time, and keeps its part.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
@@ -295,7 +295,7 @@ def _keep_size(*layers: nn.Linear) -> None:
 
 
 class CausalAttention(nn.Module):
-    """Each position attends to itself and those before it. Input and output are (B, S, width)."""
+    """Attention of each position to itself and those before it. Input and output are (B, S, width)."""
 
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ class CausalAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, 2020), in which one product gates the other; or GELU, without a gate."""
+    """SwiGLU (Shazeer, 2020), in which one matmul's result gates the other's; or GELU, without a gate."""
 
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
@@ -342,18 +342,18 @@ class FeedForward(nn.Module):
 
 
 def rotary_angles(length: int, head_width: int, base: float) -> torch.Tensor:
-    """The angle by which each position rotates each pair of numbers: (length, head_width / 2).
+    """Return the angle by which each position rotates each pair of numbers: (length, head_width / 2).
 
-    Su et al., 2021, RoFormer.
+    The source is Su et al., 2021, RoFormer.
     """
     pairs = torch.arange(0, head_width, 2) / head_width
     return torch.arange(length)[:, None] / base**pairs
 
 
 def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """(B, heads, S, head_width), with each pair of neighboring numbers rotated by its position's angle.
+    """Rotate each pair of neighboring numbers in (B, heads, S, head_width) by its position's angle.
 
-    As in Llama's own code, each pair is a complex number, so a single product rotates it.
+    As in Llama's own code, each pair is a complex number, so a single multiplication rotates it.
     """
     wide = torch.promote_types(heads.dtype, torch.float32)
     pairs = torch.view_as_complex(heads.to(wide).unflatten(-1, (-1, 2)))

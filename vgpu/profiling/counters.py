@@ -1,6 +1,6 @@
-"""Count the operators that are dispatched, the collectives that a rank calls, and the bytes it sends.
+"""Counts the operators that are dispatched, the collectives that a rank calls, and the bytes it sends.
 
-Every collective, also one called by a DTensor or a backward pass, is an operator in
+Every collective, even one called by a DTensor or a backward pass, is an operator in
 collectives/table.py, on virtual GPUs, real GPUs and the CPU. Ranks import this file, so it doesn't import
 DTensor, which takes a second.
 """
@@ -30,7 +30,7 @@ class EagerDispatchMode(TorchDispatchMode):
         return False
 
 
-# Operators that copy a tensor: to another device or dtype, into a tensor, and to a new one.
+# Operators that copy a tensor to another device or dtype, into an existing tensor, or to a new one.
 _COPYING = ("_to_copy", "copy_", "clone")
 
 
@@ -82,7 +82,7 @@ class CollectiveCounter(CollectiveObserver):
     ``calls`` has each collective's name and size in bytes, as nccl-tests defines it
     (doc/PERFORMANCE.md): of the output for ``all_gather``, of the input for ``reduce_scatter``.
     ``sent_bytes`` is what the rank sends in total, with ring algorithms. Barriers aren't counted.
-    NotImplementedError for ``gather`` and ``scatter``, in which ranks send different amounts.
+    Raises NotImplementedError for ``gather`` and ``scatter``, in which ranks send different amounts.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class CollectiveCounter(CollectiveObserver):
 
 # On a rank
 
-# A collective's name, and how many elements this rank passed (for a receive: how many it got).
+# A collective's name, and the number of elements that this rank passed (for a receive, that it got).
 CollectiveCalls = list[tuple[str, int]]
 
 
@@ -117,7 +117,7 @@ def own_gpu() -> torch.device:
 def count_collectives(
     rank: int, world_size: int, function: Callable[..., Any], *args: Any
 ) -> tuple[Any, CollectiveCalls]:
-    """On a rank: the result of ``function(rank, world_size, *args)``, and the collectives it called."""
+    """On a rank, return ``function(rank, world_size, *args)``, and the collectives that it called."""
     with _InputCounter(None) as counter:
         result = function(rank, world_size, *args)
     return result, counter.calls
@@ -126,9 +126,9 @@ def count_collectives(
 def count_collectives_on_gpu(
     rank: int, world_size: int, function: Callable[..., Any], *args: Any
 ) -> tuple[Any, CollectiveCalls]:
-    """The same on a rank with a GPU; TypeError for a collective on CPU tensors.
+    """Do the same on a rank with a GPU; raises TypeError for a collective on CPU tensors.
 
-    NCCL's rule, which holds for virtual GPUs, too: tensors of a collective must be on the rank's GPU.
+    The tensors of a collective must be on the rank's GPU: that's NCCL's rule, also for virtual GPUs.
     """
     with _InputCounter(own_gpu()) as counter:
         result = function(rank, world_size, *args)
@@ -160,7 +160,7 @@ class _InputCounter(CollectiveObserver):
 
 
 def _carries_pickles() -> bool:
-    """Whether the call is for Python objects, which may be sent as bytes on the CPU."""
+    """Whether the call is one for Python objects, which may be sent as bytes on the CPU."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if "object" in frame.f_code.co_name:

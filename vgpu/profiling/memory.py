@@ -39,7 +39,7 @@ class Snapshot:
 def snapshot(
     step: str, gpus: Sequence[torch.device], known: Mapping[str, Iterable[torch.Tensor]]
 ) -> Snapshot:
-    """Bytes on each of ``gpus`` now, split by cause.
+    """Return the bytes on each of ``gpus`` now, split by cause.
 
     ``known`` maps a cause to its tensors, on any device. A tensor counts once, for its first cause.
     Anything else that's allocated counts as ``OTHER``: mostly what autograd saved for the backward pass,
@@ -64,7 +64,7 @@ def snapshot(
 
 
 def peaks_during(step: Callable[[], object], gpus: Sequence[torch.device]) -> list[int]:
-    """The peak bytes of ``step()`` on each of ``gpus``, minus what was allocated before it."""
+    """Return the peak bytes of ``step()`` on each of ``gpus``, minus what was allocated before it."""
     module = torch.get_device_module(gpus[0])
     for gpu in gpus:
         module.reset_peak_memory_stats(gpu)
@@ -86,8 +86,8 @@ def capacity(gpu: torch.device, size_bytes: int) -> Iterator[None]:
     """Limit the memory of ``gpu`` to ``size_bytes`` inside the block.
 
     On a real GPU, PyTorch's caching allocator enforces the limit, which includes reserved memory; on a
-    virtual GPU, only allocated memory counts. Exceeding it raises torch.OutOfMemoryError. ValueError for a
-    size that isn't positive, or a device that isn't a GPU.
+    virtual GPU, only allocated memory counts. Exceeding it raises torch.OutOfMemoryError. Raises ValueError
+    for a size that isn't positive, or a device that isn't a GPU.
     """
     virtual = gpus.resolve(gpu)
     if size_bytes <= 0 or (gpu.type != "cuda" and virtual is None):
@@ -127,12 +127,12 @@ class Moment:
 class StepRecord(EagerDispatchMode):
     """The bytes on one GPU after every operation of a training step, by cause.
 
-    A context manager around one step; inside it, ``phase(name)`` marks the next phase. The causes, in
-    order: parameters, optimizer state, inputs, gradients (the ``.grad`` of parameters), activations
+    It's a context manager around one step; inside it, ``phase(name)`` marks the next phase. The causes are,
+    in order, parameters, optimizer state, inputs, gradients (the ``.grad`` of parameters), activations
     (created in the phase "forward", and in a module's forward during recomputation), and temporary: the
     rest, such as gradients of activations, and temporaries of the optimizer. Anything else that was on the
     GPU before is left out. Sizes are rounded up to 512 bytes, as allocators do. Memory that an operation
-    allocates and frees while it runs is not seen.
+    allocates and frees while it runs isn't seen.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class StepRecord(EagerDispatchMode):
         self._running: list[str] = []
         # Storages created in forward: address → (weak reference, bytes, module).
         self._activations: dict[int, tuple[StorageWeakRef, int, str]] = {}
-        # A cache, since it's needed after every operation: id → (the tensor, address, bytes).
+        # A cache, since sizes are needed after every operation: id → (the tensor, address, bytes).
         self._measured: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._hooks: list[Any] = []
         self._before_bytes = 0
@@ -174,7 +174,7 @@ class StepRecord(EagerDispatchMode):
             enter = module.register_forward_pre_hook(
                 lambda *_, name=name: self._running.append(name)
             )
-            # Also when activation checkpointing stops a recomputation early, by an exception.
+            # The hook also runs if activation checkpointing stops a recomputation early, by an exception.
             leave = module.register_forward_hook(lambda *_: self._leave(), always_call=True)
             self._hooks += [enter, leave]
         super().__enter__()
@@ -204,7 +204,7 @@ class StepRecord(EagerDispatchMode):
         return torch.get_device_module(self._gpu).memory_allocated(self._gpu)
 
     def _note_new(self, result: Any, inputs: Any) -> None:
-        """Remember the storages created by an operation, which are not those of its inputs."""
+        """Remember the storages created by an operation, namely those that aren't its inputs'."""
         old = {_place(tensor) for tensor in self._own(inputs)}
         for tensor in self._own(result):
             if _place(tensor) not in old:

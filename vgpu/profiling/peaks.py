@@ -33,9 +33,9 @@ CAUSES = (PARAMETERS, STATE, GRADIENTS, GATHERED, ACTIVATIONS, TEMPORARY, OTHER)
 
 
 class PeakByCause:
-    """A context manager around a step; afterwards ``by_cause`` has the bytes at its (first) peak.
+    """A context manager around a step; afterwards, ``by_cause`` has the bytes at its (first) peak.
 
-    Their sum is the step's ``max_memory_allocated()``. The causes:
+    Their sum is the step's ``max_memory_allocated()``. The causes are:
 
     - parameters, including buffers, and optimizer state: what persists between steps,
     - gradients of parameters, and FSDP2's buffers for reducing them,
@@ -48,7 +48,7 @@ class PeakByCause:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """ValueError for a model that isn't on a virtual GPU."""
+        """Raises ValueError for a model that isn't on a virtual GPU."""
         self._model, self._optimizer = model, optimizer
         self._device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         if self._device.type != "vgpu":
@@ -102,7 +102,7 @@ class PeakByCause:
         return [value for state in states for value in state.values()]
 
     def _know(self, cause: str, tensors: Iterable[Any]) -> list[tuple[int, int]]:
-        """Set the cause of tensors without one; returns the numbers and bytes of their blocks."""
+        """Set the cause of tensors without one; return the numbers and bytes of their blocks."""
         blocks = []
         for tensor in tensors:
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -118,7 +118,7 @@ class PeakByCause:
     # While the step runs
 
     def _on_forward(self, module: nn.Module, args: object) -> None:
-        """The parameters of a module are complete now, if FSDP2 has gathered them."""
+        """Note a module's parameters as gathered, if FSDP2 has gathered them: they're complete now."""
         for parameter in module.parameters(recurse=False):
             self._know(GATHERED, [parameter])
             self._hook(parameter)
@@ -140,7 +140,7 @@ class PeakByCause:
         self._is_stepping = False
 
     def _cause_now(self) -> str:
-        """The cause of a block that's allocated now, as far as the call stack shows it."""
+        """Return the cause of a block that's allocated now, as far as the call stack shows it."""
         of_wrappers = _of_wrappers()
         frame = sys._getframe()
         while frame.f_back is not None:
@@ -151,10 +151,10 @@ class PeakByCause:
         flows_back = in_backward() and not torch.is_grad_enabled()
         return TEMPORARY if flows_back or self._is_stepping else ACTIVATIONS
 
-    # After it
+    # After the step
 
     def _at_peak(self, events: list[MemoryEvent]) -> dict[str, int]:
-        # From the record: garbage or another thread may free blocks just after it starts.
+        # Ask the record: garbage or another thread may free blocks just after it starts.
         before_bytes = self._record.bytes_before(self._device)
         last = max(range(len(events)), key=lambda at: events[at].allocated_bytes, default=-1)
         if last >= 0 and events[last].allocated_bytes <= before_bytes:
@@ -162,7 +162,7 @@ class PeakByCause:
         held, labels = dict(self._before), dict[int, str]()
         unknown_bytes = before_bytes - sum(held.values())
         for event in events[: last + 1]:
-            if event.block not in held:  # new, or an unknown one from before
+            if event.block not in held:  # a new block, or an unknown one from before
                 unknown_bytes -= event.block_bytes - event.size_bytes
             held[event.block] = event.block_bytes
             if event.size_bytes > 0:
@@ -175,7 +175,7 @@ class PeakByCause:
 
 @functools.cache
 def _of_wrappers() -> dict[CodeType, str]:
-    """The cause of what functions of FSDP2 and DDP allocate."""
+    """Return the causes of what functions of FSDP2 and DDP allocate."""
     causes: dict[Callable[..., Any], str] = {
         collectives.foreach_all_gather: GATHERED,
         collectives.foreach_all_gather_copy_out: GATHERED,

@@ -1,1 +1,1 @@
-"""How an operation reaches a virtual GPU: the tensor, its dispatch, and what is refused."""
+"""How an operation reaches a virtual GPU: the tensor, its dispatch, and unsupported features."""

@@ -75,7 +75,7 @@ def _giving_float32(func: Operator) -> Kernel:
             if given is not None or not _is_eligible(args[0]):
                 return func(*args, **kwargs)
             first, *rest = args[:place]
-            if copies:  # as on CUDA; its kernels for sums and norms read half precision directly
+            if copies:  # as on CUDA, whose kernels for sums and norms read half precision directly
                 first = first.to(torch.float32)
             return func(first, *rest, *args[place + 1 :], **kwargs | {"dtype": torch.float32})
 
@@ -87,7 +87,7 @@ def _lower_precision() -> torch.dtype:
 
 
 def _widest(values: list[Any]) -> torch.dtype:
-    """float32 if any operand has it, otherwise the autocast dtype."""
+    """Return float32 if any operand has that dtype, otherwise the autocast dtype."""
     widest = _lower_precision()
     tensors = [one for value in values for one in (value if isinstance(value, list) else [value])]
     for one in tensors:
@@ -127,7 +127,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def recurrent(plain: Kernel) -> Kernel:
-    """``torch.lstm`` and the like, as cuDNN computes them: in float16, whatever the autocast dtype.
+    """Wrap ``torch.lstm`` and the like, which cuDNN computes in float16, whatever the autocast dtype.
 
     ATen/cudnn/AutocastRNN.cpp hard-codes that dtype, and doesn't cache cast weights.
     """
@@ -172,14 +172,14 @@ def _is_weight(value: torch.Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-# By the weight's id, as in C++: for all threads and dtypes.
+# The cache's keys are the weights' ids, as in C++; all threads and dtypes share it.
 _casts: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
 
 def _cached(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     of, copy = _casts.get(id(weight), (None, None))
     if copy is None or of is None or of() is not weight:
-        with torch.enable_grad():  # a later use, outside of no_grad, may need its graph
+        with torch.enable_grad():  # a later use of the cast, outside of no_grad, may need its graph
             copy = weight.to(dtype)
         _casts[id(weight)] = weakref.ref(weight), copy
     return copy
@@ -194,7 +194,7 @@ def _clearing(plain: Callable[[], None]) -> Callable[[], None]:
 
 
 # The policies of operators on CUDA: the lists ``AT_FORALL_...`` in ``ATen/autocast_mode.h``, by overload.
-# ``tests/vgpu/tensor/test_autocast.py`` compares them with the header of the installed torch. Left out:
+# ``tests/vgpu/tensor/test_autocast.py`` compares them with the header of the installed torch. They leave out
 # norm.Scalar and norm.ScalarOpt_dim, which torch.norm no longer calls on a GPU.
 
 LOWER_PRECISION_FP = [

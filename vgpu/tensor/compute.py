@@ -13,8 +13,8 @@ from vgpu.tensor.generators import generator_for
 from vgpu.tensor.operator_info import OperatorInfo
 from vgpu.tensor.operators import Args, Kwargs, Operator
 
-# C++ resolves lazy conjugation and negation before it calls us. Kernels that consist of several
-# operators rely on that for their parts too, so it is switched on again below us.
+# C++ resolves lazy conjugation and negation before it calls Python. Kernels that consist of several
+# operators rely on that for their parts, too, so it's turned on again for the CPU's kernels.
 _resolving = torch._C._SetExcludeDispatchKeyGuard
 _CONJUGATE = torch._C.DispatchKey.Conjugate
 _NEGATIVE = torch._C.DispatchKey.Negative
@@ -48,7 +48,7 @@ def _draw(
     info: OperatorInfo, inner_args: Sequence[Any], inner_kwargs: Kwargs, gpu: VirtualGPU
 ) -> Any:
     """Run an operator that draws random numbers, with the generator of ``gpu``."""
-    if info.with_generator is None:  # an operator that does draw has a handler of its own
+    if info.with_generator is None:  # if the operator draws, it has its own handler
         return info.func(*inner_args, **inner_kwargs)
     generator = generator_for(gpu, inner_kwargs.get("generator"))
     return info.with_generator(*inner_args, **{**inner_kwargs, "generator": generator})
@@ -82,7 +82,7 @@ def counting_versions(
 
 
 def _in_float32(func: Operator, inner_args: Sequence[Any]) -> Any:
-    """A float16 convolution that accumulates in float32, as on a GPU; the CPU's own is 50 times slower."""
+    """Run a float16 convolution in float32, in which a GPU accumulates; the CPU's own is 50 times slower."""
 
     def cast(values: Iterable[Any], dtype: torch.dtype, wider: torch.dtype) -> list[Any]:
         return [

@@ -1,6 +1,6 @@
-"""Handlers of copies, which alone can cross devices, and of operators that reach below a tensor.
+"""Handlers of copies, the only operators that can cross devices, and of some that need special treatment.
 
-Copies call the recording themselves.
+The handlers of copies call the recording themselves.
 """
 
 from typing import Any
@@ -63,7 +63,7 @@ def copy_(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     if not _are_same_values(target, read):
         values_of(target).copy_(values_of(read), *rest, **kwargs)
         if target.layout is not torch.strided and isinstance(target, VirtualTensor):
-            refresh(target, "copy_")  # it has other indices and values now
+            refresh(target, "copy_")  # a sparse target has other indices and values now
     if observer.recording is not None:
         observer.recording.after_copy(source, target, in_place=True, waits=_waits(args, kwargs))
     return target
@@ -155,7 +155,7 @@ def copy_shape_(func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode) ->
 def record_stream(
     func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode | None = None
 ) -> Any:
-    """A no-op outside of recordings: a block is never reused while an operation still needs it."""
+    """Do nothing outside of recordings: a block is never reused while an operation still needs it."""
     if observer.recording is not None:
         observer.recording.record_stream(*args)
 
@@ -197,7 +197,7 @@ def layout(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 @handler("aten::_pack_padded_sequence")
 def pack_padded_sequence(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """The second result, the batch size of each time step, stays on the host."""
+    """Keep the second result, the batch size of each time step, on the host."""
     sequence, lengths, batch_first = args
     if lengths.device.type != "cpu":
         raise RuntimeError(
@@ -210,7 +210,7 @@ def pack_padded_sequence(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 @handler("aten::native_dropout")
 def native_dropout(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """The operator takes no generator, so the mask is drawn here, with the device's."""
+    """Draw the mask with the device's generator, since the operator takes none."""
     if kwargs:
         raise NotImplementedError("native_dropout with out= is not supported on virtual GPUs")
     source, p, train = args
@@ -226,5 +226,5 @@ def native_dropout(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 @in_parts("aten::_efficientzerotensor")
 def efficient_zeros(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Autograd's zeros without memory: replaced by real zeros, since CPU kernels would read them."""
+    """Replace autograd's zeros without memory by real zeros, since CPU kernels would read them."""
     return torch.ops.aten.zeros.default(*args, **kwargs)

@@ -20,10 +20,11 @@ from vgpu.torch_patches.undo import Changes
 HALF = (torch.float16, torch.bfloat16)
 
 
-# Computed in float32 and rounded. Some aren't implemented for float16 and bfloat16 on the CPU: those where
-# ``dtypesIfCUDA`` has more than ``dtypes`` in torch/testing/_internal/common_methods_invocations.py. Of
-# these, Fourier transforms and ``rrelu`` of float16 aren't here, and raise the CPU's error. For others, the
-# CPU keeps the statistics in the input's dtype, and CUDA in float32 (``toAccumulateType(...,
+# These are computed in float32 and rounded. Some aren't implemented for float16 and bfloat16 on the CPU,
+# namely where ``dtypesIfCUDA`` has more than ``dtypes`` in
+# torch/testing/_internal/common_methods_invocations.py. Of those, Fourier transforms and ``rrelu`` of
+# float16 aren't here, and raise the CPU's error. For other operators, the CPU keeps the statistics in the
+# input's dtype, and CUDA in float32 (``toAccumulateType(...,
 # is_cuda=true)`` in ATen/native/cuda/layer_norm_kernel.cu and Normalization.cu). Group norm isn't here,
 # since CUDA keeps the input's dtype, too.
 
@@ -47,7 +48,7 @@ IN_FLOAT32: dict[str, tuple[str | None, ...]] = {
 
 
 def widened(func: Operator, args: Args, kwargs: Kwargs) -> tuple[dict[str, Any], VirtualGPU]:
-    """The arguments by name, as CPU tensors, with half precision cast to float32; and the GPU."""
+    """Return the arguments by name, as CPU tensors with half precision cast to float32, and the GPU."""
     named, gpu = named_values(func, args, kwargs)
     for name, value in named.items():
         if isinstance(value, torch.Tensor) and value.dtype in HALF:
@@ -59,7 +60,7 @@ def widened(func: Operator, args: Args, kwargs: Kwargs) -> tuple[dict[str, Any],
 def in_float32(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     refuse_mixed_norm(func, args, kwargs)
     name = func.name().removeprefix("aten::")
-    sources = IN_FLOAT32.get(name)  # none for out=
+    sources = IN_FLOAT32.get(name)  # None for out= variants
     if sources is None or args[0].dtype not in HALF:
         return run_unrecorded(func, args, kwargs)
     given = named_arguments(func, args, kwargs)
@@ -77,7 +78,7 @@ def in_float32(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 # Softmax of float16 with a float32 result is one kernel on a GPU, without a copy in float32. It's used for
 # ``softmax(x, dim, dtype=torch.float32)`` and in autocast, for float16 only
-# (``aten/src/ATen/native/SoftMax.cpp``). C++ does that for CUDA tensors only.
+# (``aten/src/ATen/native/SoftMax.cpp``). C++ uses that kernel for CUDA tensors only.
 
 _SOFTMAX = {
     "aten::softmax.int": torch.ops.aten._softmax.default,
@@ -87,7 +88,7 @@ _SOFTMAX = {
 
 @in_parts(*_SOFTMAX)
 def softmax(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """``softmax.int`` or ``log_softmax.int``, composed of other operators."""
+    """Run ``softmax.int`` or ``log_softmax.int`` as a composite of other operators."""
     named = named_arguments(func, args, kwargs)
     source, dtype = named["self"], named.get("dtype")
     if source.dtype is torch.float16 and dtype is torch.float32:
@@ -98,7 +99,7 @@ def softmax(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 def register(kernels: torch.library.Library) -> None:
     """Register ``softmax`` above autograd, which would decompose it.
 
-    Also register a kernel for RMSNorm: autograd then calls it, instead of its parts.
+    Also register a kernel for RMSNorm: autograd then calls that, instead of its parts.
     """
     kernels.impl(_RMS_NORM, lambda *args: run(_RMS_NORM, args, {}), "Lazy")
     for func in (torch.ops.aten.softmax.int, torch.ops.aten.log_softmax.int):
@@ -132,7 +133,7 @@ def softmax_backward(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return wrap(gradient.to(dtype), gpu, func.name().removeprefix("aten::"))
 
 
-# ``F.logsigmoid``: CUDA's backward recomputes the buffer that the CPU's forward saves.
+# ``F.logsigmoid``, where CUDA's backward recomputes the buffer that the CPU's forward saves.
 
 
 @handler("aten::log_sigmoid_forward")
@@ -159,7 +160,7 @@ def log_sigmoid_backward(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 @handler("aten::native_batch_norm")
 def batch_norm(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """In evaluation, CUDA returns the running statistics, in float32; the CPU returns nothing."""
+    """Return, in evaluation, the running statistics in float32, as CUDA does; the CPU returns none."""
     named = named_arguments(func, args, kwargs)
     dtype, training = named["input"].dtype, named["training"]
     if kwargs or (training and dtype not in HALF):
@@ -178,9 +179,9 @@ def batch_norm(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return wrap_result((output.to(dtype), *statistics), gpu, "native_batch_norm")
 
 
-# RMSNorm is one kernel forward and one backward on CUDA, which save one number per row. On other devices,
-# torch composes it of six operations. Here, values are computed by those six; bytes and kernels are CUDA's.
-# Double backward is torch's own formula.
+# On CUDA, RMSNorm is one kernel forward and one backward, which save one number per row. On other devices,
+# torch decomposes it into six operations. Here, those six compute the values; bytes and kernels are CUDA's.
+# Double backward uses torch's own formula.
 
 _RMS_NORM = torch.ops.aten._fused_rms_norm.default
 
@@ -216,8 +217,8 @@ def rms_norm(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return run_unrecorded(func, args, kwargs)
 
 
-# The five operators of nn.SyncBatchNorm, which torch has for GPUs only, for CPU tensors. Communication is
-# torch's own (torch.nn.modules._functions). These compute what the CUDA kernels do
+# CPU versions of the five operators of nn.SyncBatchNorm, which torch has for GPUs only. Communication is
+# torch's own (torch.nn.modules._functions). They compute what the CUDA kernels do
 # (ATen/native/cuda/Normalization.cuh): statistics of the rank's own part, statistics of all parts, the
 # normalization, and the two halves of the backward pass. ``C`` is the number of channels, dimension 1 of the
 # input. Statistics and sums of float16 and bfloat16 are float32, as on CUDA; outputs and gradients have the
@@ -307,7 +308,7 @@ def _sync_backward(
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    """float16 and bfloat16 cast to float32, in which a GPU computes."""
+    """Cast float16 and bfloat16 to float32, in which a GPU computes."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
@@ -316,12 +317,12 @@ def _all_but_channels(tensor: torch.Tensor) -> list[int]:
 
 
 def _along_channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """(C,) as (1, C, 1, ...), with as many dimensions as ``like``."""
+    """Reshape (C,) to (1, C, 1, ...), with as many dimensions as ``like``."""
     return values.reshape(1, -1, *[1] * (like.dim() - 2))
 
 
 def install(changes: Changes) -> None:
-    """Register kernels for the CPU and meta tensors that torch has for GPUs only."""
+    """Register kernels for CPU and meta tensors where torch has kernels for GPUs only."""
     kernels = changes.library("aten")
     for key in ("CPU", "Meta"):
         kernels.impl("_fused_rms_norm_backward", _rms_norm_backward, key)
@@ -334,8 +335,8 @@ def install(changes: Changes) -> None:
 
 # Fused attention: CUDA's operators, computed by the CPU's own fused kernel. They save the output and one
 # number per row, not the matrix of scores, so the bytes are those of a GPU, and DTensor and context
-# parallelism can shard them. Strides are a GPU's, too, as returned by torch's meta kernels. Left out:
-# dropout, which the CPU's kernel doesn't support (torch_patches/attention.py then computes attention
+# parallelism can shard them. Strides are a GPU's, too, as returned by torch's meta kernels. Dropout is left
+# out, because the CPU's kernel doesn't support it (torch_patches/attention.py then computes attention
 # unfused).
 
 
@@ -378,7 +379,7 @@ def _attention_backward(
 
 
 def _as_rows_of_heads(values: torch.Tensor) -> torch.Tensor:
-    """(B, H, S, D) in the memory layout (B, S, H, D), as written by memory-efficient attention."""
+    """Lay (B, H, S, D) out in memory as (B, S, H, D), as memory-efficient attention does."""
     return values.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -393,7 +394,7 @@ def flash_attention(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     named, gpu = _attention_arguments(func, args, kwargs)
     query = named["query"]
     output, logsumexp = _attention_forward(named, None)
-    # The state of the random numbers; no debug mask, and no lengths of packed sequences.
+    # Return the state of the random numbers, but no debug mask and no lengths of packed sequences.
     state = torch.zeros(2, dtype=torch.uint64, device="cpu")
     results = (
         *(_laid_out_as(query, output), logsumexp.contiguous(), None, None),

@@ -1,4 +1,4 @@
-"""Random numbers: each virtual GPU has a generator, which is based on a CPU generator.
+"""Random numbers. Each virtual GPU has a generator, which is based on a CPU generator.
 
 ``torch.manual_seed`` seeds all of them with the same seed, so a virtual GPU draws the same numbers as the
 CPU, independently of other devices and of the order in which threads run.
@@ -52,8 +52,8 @@ class DeviceGenerator(_PlainGenerator):
         return super().seed()
 
     def get_state(self) -> torch.Tensor:
-        """A byte tensor on the CPU, with which a generator can continue in any process."""
-        # On the CPU, whatever the default device is.
+        """Return a byte tensor on the CPU, with which a generator can continue in any process."""
+        # The tensor is on the CPU, whatever the default device is.
         tail = torch.tensor(
             [_signed(self.initial_seed()), self._offset, self._offset], device="cpu"
         )
@@ -76,7 +76,7 @@ class DeviceGenerator(_PlainGenerator):
 
 
 def offset_in(state: torch.Tensor) -> torch.Tensor:
-    """The offset in a generator's state: one int64 that shares the state's memory."""
+    """Return the offset in a generator's state, as an int64 tensor that shares the state's memory."""
     return state[-16:-8].view(torch.int64)
 
 
@@ -86,7 +86,7 @@ def set_offset_in(state: torch.Tensor, offset: int) -> None:
 
 
 def _mixed(seed: int, offset: int) -> int:
-    """A hash of seed and offset (Steele, Lea and Flood, 2014: the finalizer of SplitMix64)."""
+    """Hash seed and offset with the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
     z = (seed + (offset + 1) * 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
@@ -118,7 +118,7 @@ def _generator_in(gpu: gpus.VirtualGPU, state: torch.Tensor) -> DeviceGenerator:
 
 
 def _restored(device: torch.device, state: torch.Tensor) -> DeviceGenerator:
-    """Unpickle or deepcopy: a new generator with the same state."""
+    """Return a new generator with the same state, for pickle and deepcopy."""
     gpu = gpus.resolve(device)
     assert gpu is not None
     return _generator_in(gpu, state)

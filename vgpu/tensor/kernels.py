@@ -1,6 +1,6 @@
 """Kernels that C++ calls for virtual GPUs if no argument is a virtual tensor.
 
-An operator that needs special treatment isn't registered here; it gets a handler. All files with handlers
+Operators that need special treatment aren't registered here, but get a handler. All files with handlers
 are imported here.
 """
 
@@ -23,7 +23,7 @@ from vgpu.tensor.operators import Args, Kwargs, Operator, is_composite, overload
 from vgpu.tensor.tensor import VirtualTensor, run, unwrap
 from vgpu.torch_patches.undo import Changes
 
-# Dispatch keys of factory calls: for "vgpu:k", and for "vgpu", the current device (gpus.py).
+# The dispatch keys of factory calls with "vgpu:k", and with "vgpu", the current device (gpus.py).
 _FACTORY_KEYS = ("PrivateUse1", gpus.CURRENT_DEVICE_TYPE.upper())
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
@@ -73,7 +73,7 @@ def register_once() -> tuple[torch.library.Library, ...]:
 
 
 def _computing_operators() -> list[Operator]:
-    """The operators of ``aten`` with a CPU kernel of their own, without ``out=`` variants."""
+    """Return the operators of ``aten`` that have their own CPU kernel, without ``out=`` variants."""
     found: list[Operator] = []
     for name in dir(torch.ops.aten):
         packet = getattr(torch.ops.aten, name)
@@ -100,7 +100,7 @@ def _call(func: Operator, *args: Any, **kwargs: Any) -> Any:
 
 
 def comparing_values(plain: Callable[..., None]) -> Callable[..., None]:
-    """torch's check that a result isn't an alias; it compares storages, so pass the inner tensors."""
+    """Wrap torch's check that a result isn't an alias: it compares storages, so pass the inner tensors."""
 
     @functools.wraps(plain)
     def _c_check_aliasing_constraint(
@@ -116,7 +116,7 @@ def comparing_values(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def for_cpp_device(plain: Callable[..., None]) -> Callable[..., None]:
-    """``Library.impl``: autograd kernels for our device are also registered under its C++ name."""
+    """Wrap ``Library.impl``, so that autograd kernels for our device are also registered under its C++ name."""
 
     @functools.wraps(plain)
     def impl(library: Any, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""The results of an operation on shapes: looked up by the call's signature, not computed.
+"""Looks up the results of an operation on shapes by the call's signature, instead of computing them.
 
 A call's signature is everything that determines the shapes of its results and its cost. Two calls with
 equal signatures return the same shapes and do the same work, whatever the values. In a signature, a
@@ -25,7 +25,7 @@ Signature = tuple[object, ...]
 class Output(NamedTuple):
     """One tensor that an operation returns, without its device."""
 
-    meta: torch.Tensor  # the interned one
+    meta: torch.Tensor  # the interned meta tensor
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -45,7 +45,7 @@ class Result:
         bases: list[int | None],
     ) -> None:
         self.form = form  # None for one tensor; otherwise list or tuple
-        self.outputs = outputs  # numbers, and None, stand for themselves
+        self.outputs = outputs  # numbers and None are kept as they are
         self.bases = bases  # the number of the virtual input whose memory an output shares
         # The output, if it's one tensor with its own memory.
         only = outputs[0] if form is None and bases == [None] else None
@@ -67,7 +67,7 @@ def look_up(info: OperatorInfo, signature: Signature, args: Args, kwargs: Kwargs
 # Signatures
 
 _by_metadata: dict[tuple[object, ...], torch.Tensor] = {}
-# Never freed, so that no id is reused.
+# The tensors are never freed, so that no id is reused.
 _by_id: dict[int, torch.Tensor] = {}
 
 # Arguments that affect neither the shapes nor the work of a call.
@@ -101,7 +101,7 @@ def interned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def signature_of(info: OperatorInfo, args: Args, kwargs: Kwargs, inputs: list[Any]) -> Signature:
-    """Everything that determines a call's result shapes and its work; hashable.
+    """Return everything that determines a call's result shapes and its work, as a hashable value.
 
     Appends the virtual tensors among the arguments to ``inputs``.
     """
@@ -152,17 +152,17 @@ def _append(
         elif kind is float and not with_floats:
             signature.append(float)
         else:
-            signature.append(kind)  # 1, 1.0 and True are equal and hash alike
+            signature.append(kind)  # 1, 1.0 and True are equal and have the same hash
             signature.append(value)
 
 
-# Where a call on shapes runs, and whether it can
+# Where a call on shapes runs, and whether it can run
 
 
 def _stays_real(info: OperatorInfo, args: Args, kwargs: Kwargs) -> bool:
     """Whether a call on the host without virtual tensors computes real values.
 
-    Integers created on the host are real, because programs branch on them (a mesh, on its ranks).
+    Integers created on the host are real, because programs branch on them (a mesh does, on its ranks).
     """
     if (
         not info.makes_on_device
@@ -176,7 +176,7 @@ def _stays_real(info: OperatorInfo, args: Args, kwargs: Kwargs) -> bool:
     return info.name in _OF_INTEGERS and all(isinstance(n, int) for n in numbers)
 
 
-# Without a dtype, these return integers for integers, or always.
+# Without a dtype, these return integers, some of them only for integer arguments.
 _OF_INTEGERS = {"arange", "full", "randint", "randperm", "tril_indices", "triu_indices"}
 
 
@@ -187,7 +187,7 @@ def place_of_shape(
     inputs: Sequence[TensorMethods],
     place: Place | None,
 ) -> Place | None:
-    """The device of a call's result; None if the result has values and isn't a shape."""
+    """Return the device of a call's result; None if the result has values and isn't a shape."""
     device = kwargs.get("device")
     if device is not None:
         place = gpus.resolve(torch.device(device))
@@ -204,7 +204,7 @@ def require_shapes(
     inputs: Sequence[TensorMethods],
     written: Sequence[torch.Tensor],
 ) -> None:
-    """Raise for a call that needs values, or that would write to a tensor that has values."""
+    """Raise an error for a call that needs values, or that would write to a tensor with values."""
     if info.waits and info.waits_for(args):
         raise no_value(inputs[0], info.name)
     for changed in written:
@@ -218,7 +218,7 @@ def require_shapes(
 def _run_on_meta(info: OperatorInfo, args: Args, kwargs: Kwargs) -> Result:
     """Run the operation on meta tensors.
 
-    NotImplementedError from torch if the operator has no meta kernel.
+    torch raises NotImplementedError if the operator has no meta kernel.
     """
     func = info.func
     are_virtual = [
@@ -263,13 +263,13 @@ def output_like(tensor: torch.Tensor) -> Output:
     return Output(meta, meta.size(), meta.stride(), offset, meta.dtype, storage_bytes)
 
 
-# Their kernels allocate a tensor like the input and resize it, which never shrinks the storage:
-# ATen/native/cuda/Col2Im.cu and Im2Col.cu; the CPU kernels do the same.
+# The kernels of these operators allocate a tensor like the input and resize it, which never shrinks the
+# storage: ATen/native/cuda/Col2Im.cu and Im2Col.cu; the CPU kernels do the same.
 _RESIZING = {"aten::col2im", "aten::im2col"}
 
 
 def _metas(value: Any) -> Any:
-    """New meta tensors in place of tensors: the interned ones must never change."""
+    """Replace tensors by new meta tensors, since the interned ones must never change."""
     if isinstance(value, torch.Tensor):
         return _fresh(interned(value._inner if isinstance(value, TensorMethods) else value))
     if type(value) in (list, tuple):

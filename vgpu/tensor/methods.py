@@ -27,9 +27,9 @@ from vgpu.torch_patches.undo import Changes
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# C++ writes lazy:0 for a device, 'lazy' or device=lazy for its type.
+# C++ writes lazy:0 for a device, and 'lazy' or device=lazy for its type.
 _CPP_NAME = re.compile(rf"\b{gpus.CPP_DEVICE_TYPE}(?=:\d|'|,)")
-# And LazyFloatType for a type of tensors, where it has a name like torch.cuda.FloatTensor for CUDA's.
+# C++ writes LazyFloatType for a type of tensors, and torch.cuda.FloatTensor for CUDA's.
 _CPP_TYPE = re.compile(rf"\b(Sparse)?{gpus.CPP_DEVICE_TYPE.capitalize()}(\w+)Type\b")
 
 
@@ -76,7 +76,7 @@ Place = VirtualGPU | Host
 
 
 class TensorMethods(torch.Tensor):
-    """The methods of :class:`vgpu.tensor.tensor.VirtualTensor`; never instantiated itself."""
+    """The methods of :class:`vgpu.tensor.tensor.VirtualTensor`; this class is never instantiated."""
 
     _gpu: VirtualGPU
     _block: Block | None = None  # for shapes, which have no storage with values
@@ -96,7 +96,7 @@ class TensorMethods(torch.Tensor):
         return self._gpu.index
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """``Tensor.to``, which compares devices in C++ and thus needs the C++ device."""
+        """Call ``Tensor.to``, which compares devices in C++ and thus needs the C++ device."""
         if "device" in kwargs:
             kwargs["device"] = cpp_device(kwargs["device"])
         elif args:
@@ -109,7 +109,7 @@ class TensorMethods(torch.Tensor):
         non_blocking: bool = False,
         **kwargs: Any,
     ) -> str | torch.Tensor:
-        if dtype is None and self.layout is not torch.strided:  # C++ has no name for it
+        if dtype is None and self.layout is not torch.strided:  # C++ has no name for the type
             return self._inner.type().replace("torch", f"torch.{gpus.DEVICE_TYPE}", 1)
         if dtype is None:
             return super().type().replace(gpus.CPP_DEVICE_TYPE, gpus.DEVICE_TYPE)
@@ -130,13 +130,13 @@ class TensorMethods(torch.Tensor):
         return self._inner.data_ptr()
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """FSDP1 calls it below Python dispatch, where C++ has no kernel for the device."""
+        """Call the handler directly: FSDP1 calls this below Python dispatch, where C++ has no kernel."""
         func = torch.ops.aten.record_stream.default
         cls: Any = type(self)
         cls.__torch_dispatch__(func, (cls,), (self, stream))
 
     def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        """The legacy constructor; in C++, it ignores the device index, and fails for sparse tensors."""
+        """Run the legacy constructor, which in C++ ignores the device index and fails for sparse tensors."""
         if self.layout is torch.sparse_coo and args:
             return torch.sparse_coo_tensor(
                 *args, dtype=self.dtype, device=self.device, check_invariants=False
@@ -173,11 +173,11 @@ class TensorMethods(torch.Tensor):
         known: torch.Tensor | None = memo.get(id(self))
         if known is not None:
             return known
-        if isinstance(self, torch.nn.Parameter):  # as torch's own: no gradient, no attributes
+        if isinstance(self, torch.nn.Parameter):  # as in torch, without the gradient and attributes
             values = self.detach().clone(memory_format=torch.preserve_format)
             copied = memo[id(self)] = torch.nn.Parameter(values, self.requires_grad)
             return copied
-        with torch.inference_mode(False):  # in it autograd finds no history of a changed view
+        with torch.inference_mode(False):  # otherwise autograd finds no history of a changed view
             is_leaf = self.is_leaf
         if not is_leaf:
             raise RuntimeError(
@@ -196,7 +196,7 @@ class TensorMethods(torch.Tensor):
         return result
 
     def _copy_memory(self, memo: dict[int, Any]) -> torch.Tensor:
-        """A copy without a gradient; tensors that share memory share the copy, too."""
+        """Copy the tensor without its gradient; copies of tensors that share memory share it, too."""
         raise NotImplementedError
 
     def __format__(self, format_spec: str) -> str:
@@ -204,10 +204,11 @@ class TensorMethods(torch.Tensor):
 
 
 def _unless_shared(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A method that changes a tensor's shape in place: RuntimeError if another tensor shares its memory.
+    """Wrap a method that changes a tensor's shape in place.
 
-    For a tensor subclass, autograd regenerates a view by replaying the view function on its base. If
-    either has changed its shape in between, the replay selects other elements.
+    It then raises RuntimeError if another tensor shares the memory. For a tensor subclass, autograd
+    regenerates a view by replaying the view function on its base; if either has changed its shape in
+    between, the replay selects other elements.
     """
 
     @functools.wraps(method)
@@ -224,7 +225,7 @@ def _unless_shared(method: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 
 def _is_shared(tensor: Any) -> bool:
-    """Whether other tensors use the same storage; that of a shape is no tensor's own."""
+    """Whether other tensors use the same storage; a shape's storage always counts as shared."""
     inner = tensor._inner
     if inner.is_meta or inner.layout is not torch.strided:
         return False
@@ -238,8 +239,8 @@ def _uses_of_one() -> int:
     return uses
 
 
-# How often a storage that a single tensor holds is used, while Python looks at it. There, the tensor
-# itself is gone.
+# The use count of a storage that a single tensor holds, while Python looks at it. Here, that tensor is
+# already gone, hence the + 1.
 _UNSHARED = _uses_of_one() + 1
 _RESHAPING = ("as_strided_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_")
 for name in (*_RESHAPING, "resize_", "resize_as_"):
@@ -247,7 +248,7 @@ for name in (*_RESHAPING, "resize_", "resize_as_"):
 
 
 SHAPES: set[type] = set()
-"""The class of shapes, for whom it's too early to import it."""
+"""The class of shapes, for code that can't import it, because tensor.py imports that code first."""
 
 
 class ShapeMethods(TensorMethods):
@@ -260,9 +261,9 @@ class ShapeMethods(TensorMethods):
         SHAPES.add(cls)
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """One storage per block, with its rounded size; it shows which shapes share memory.
+        """Return the block's storage, with its rounded size; it shows which shapes share memory.
 
-        The inner tensor's storage can't, since it's shared by all shapes with the same metadata.
+        The inner tensor's storage can't show that, since all shapes with the same metadata share it.
         """
         block = self._block
         if block is None:
@@ -344,7 +345,7 @@ def strided_parts(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def count_bytes(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> Block:
-    """The block of the storage of ``values``; allocates one on ``gpu`` if there's none yet."""
+    """Return the block of the storage of ``values``; allocates one on ``gpu`` if there's none yet."""
     storage = values.untyped_storage()
     block: Block | None = getattr(storage, "_vgpu_block", None)
     if block is None:
@@ -353,7 +354,7 @@ def count_bytes(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> Block:
     return block
 
 
-# Where torch must use the Python name of a device, for tensors that aren't of our class
+# Where torch must use a device's Python name for tensors that aren't of our class
 
 
 def install(changes: Changes) -> None:
@@ -367,7 +368,7 @@ def install(changes: Changes) -> None:
 def _entering(
     plain: Callable[[TorchDispatchMode], Any], *, changes: Changes, seen: set[type]
 ) -> Callable[[TorchDispatchMode], Any]:
-    """``TorchDispatchMode.__enter__``: pass the Python names of devices to the mode."""
+    """Wrap ``TorchDispatchMode.__enter__``, so that the mode gets the Python names of devices."""
 
     @functools.wraps(plain)
     def __enter__(mode: TorchDispatchMode) -> Any:
@@ -401,7 +402,7 @@ def _handed_names(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leaving_out(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Don't pass the default device along with a virtual ``out=``, since C++ would compare the two."""
+    """Wrap a function that adds the default device: not with a virtual ``out=``, as C++ compares the two."""
 
     def __torch_function__(
         context: DeviceContext, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
@@ -414,12 +415,12 @@ def _leaving_out(plain: Callable[..., Any]) -> Callable[..., Any]:
     return __torch_function__
 
 
-# Inside torch.func.grad and vmap, C++ wraps each tensor once more. The wrapper isn't a virtual tensor, and
-# its device is the C++ device.
+# Inside torch.func.grad and vmap, C++ wraps each tensor again. The wrapper isn't a virtual tensor, and its
+# device is the C++ device.
 
 
 def _device(plain: Any) -> property:
-    """The property ``Tensor.device``, also of these wrappers."""
+    """Return the property ``Tensor.device``, extended to these wrappers."""
     get_plain = plain.__get__
 
     def get(tensor: torch.Tensor) -> torch.device:

@@ -44,7 +44,7 @@ class Observer(Protocol):
         """Called before ``operation``. Replaces arguments that are read too early by garbage."""
 
     def after(self, operation: Operation, outputs: Any, result: Result | None) -> None:
-        """Called after ``operation``. result: for shapes, what was looked up."""
+        """Called after ``operation``. ``result`` is what was looked up for shapes."""
 
     def before_copy(self, source: torch.Tensor) -> torch.Tensor:
         """Called before a copy. Returns the tensor to read: ``source``, or garbage if it's too early."""
@@ -52,10 +52,10 @@ class Observer(Protocol):
     def after_copy(
         self, source: torch.Tensor, target: torch.Tensor, in_place: bool, waits: bool
     ) -> None:
-        """Called after a copy. waits: whether the host waits for it."""
+        """Called after a copy. ``waits`` says whether the host waits for it."""
 
     def record_stream(self, used: Any, stream: torch.Stream) -> None:
-        """``used.record_stream(stream)``."""
+        """Called for ``used.record_stream(stream)``."""
 
 
 recording: Observer | None = None

@@ -12,13 +12,13 @@ import torch
 from vgpu.tensor import operators
 from vgpu.tensor.operators import Args, Handler, Kwargs, Operator, overloads, tensors_in
 
-# Whether a call with these arguments is several operators on CUDA.
+# Returns whether a call with these arguments runs several operators on CUDA.
 Condition = Callable[[Args, Kwargs], bool]
 # The dispatch mode of the shapes_only() block that a call came through; disabled during the call.
 ShapesMode = AbstractContextManager[object]
 ShapeHandler = Callable[[Operator, Args, Kwargs, ShapesMode], Any]
 
-# By "name", for all overloads of an operator, or "name.overload" for one.
+# The keys are "name", for all overloads of an operator, or "name.overload" for one of them.
 _handlers: dict[str, Handler] = {}
 _shape_handlers: dict[str, ShapeHandler] = {}
 _parts: dict[str, tuple[Condition, Handler]] = {}
@@ -26,9 +26,9 @@ _recording_themselves: set[str] = set()
 
 
 def handler(*names: str, records_itself: bool = False) -> Callable[[Handler], Any]:
-    """Decorator: the function runs the operators ``names`` on tensors with values.
+    """Decorate the function that runs the operators ``names`` on tensors with values.
 
-    records_itself: the function itself calls the recording; otherwise ``run`` records one kernel.
+    With ``records_itself``, the function calls the recording; otherwise ``run`` records one kernel.
     """
 
     def register(function: Handler) -> Any:
@@ -41,7 +41,7 @@ def handler(*names: str, records_itself: bool = False) -> Callable[[Handler], An
 
 
 def shape_handler(*names: str) -> Callable[[ShapeHandler], ShapeHandler]:
-    """Decorator: the function runs and records the operators ``names`` on shapes.
+    """Decorate the function that runs and records the operators ``names`` on shapes.
 
     Results of other operators are looked up by signature, even if they have a handler for values.
     """
@@ -59,7 +59,7 @@ def always(args: Args, kwargs: Kwargs) -> bool:
 
 
 def in_parts(*names: str, when: Condition = always) -> Callable[[Handler], Handler]:
-    """Decorator: if ``when(args, kwargs)``, the function runs the operators ``names`` in parts.
+    """Decorate the function that runs the operators ``names`` in parts, if ``when(args, kwargs)``.
 
     It calls the operators that the call consists of on CUDA, each of which goes through ``run``. A name
     without an overload means only the overload "default".
@@ -148,19 +148,19 @@ class OperatorInfo:
         # For each result: the argument that it aliases (position, name), or None for a new tensor.
         aliases = tuple(_written_argument(schema, result) for result in schema.returns)
         self.aliases = aliases if any(aliases) else None
-        # The arguments that it writes to.
+        # The arguments that the operator writes to.
         self.written_places = [
             (position, argument.name)
             for position, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         self.writes = bool(self.written_places)
-        # Single tensors that it writes to and doesn't return: it may resize them.
+        # Single tensors that the operator writes to and doesn't return; it may resize them.
         single = {one.name for one in schema.arguments if isinstance(one.type, torch.TensorType)}
         self.unreturned = (
             [] if self.aliases else [place for place in self.written_places if place[1] in single]
         )
-        # Whether the size of what it writes to may have changed afterwards.
+        # Whether the size of what the operator writes to may have changed afterwards.
         writes_out = any(argument.is_out for argument in schema.arguments)
         resizes = self.name in _RESIZING or torch.Tag.inplace_view in func.tags
         self.reshapes = writes_out or resizes
@@ -168,7 +168,7 @@ class OperatorInfo:
         self.indexes = schema.name in INDEXING
         self.copies = self.name in ("_to_copy", "copy_")  # the only ones that can cross devices
 
-        # With values: how compute.py runs it. A kernel that consists of several operators may
+        # How compute.py runs the operator on values. A kernel that consists of several operators may
         # conjugate lazily between them; others are called directly.
         is_foreach = self.name.startswith("_foreach_")
         self.writes_lists = [p for p, _ in self.written_places if is_foreach]
@@ -178,8 +178,8 @@ class OperatorInfo:
         several = torch.Tag.pointwise not in func.tags
         self.unchanged = not (self.draws or self.writes_lists or self.convolves or several)
 
-        # As shapes: a float in a list may determine a size (upsample), except for foreach operators,
-        # where it's a factor for each tensor.
+        # For shapes, a float in a list may determine a size (upsample), except for foreach operators,
+        # where it's a factor for one of the tensors.
         self.has_lists_of_factors = is_foreach
         # Whether the host must wait for a value.
         self.waits = (
@@ -196,7 +196,7 @@ class OperatorInfo:
             or schema.name.startswith("prim::")
         )
         self.allocates = self.name in _ALLOCATES
-        # Whether torch.compile fuses it with its neighbors.
+        # Whether torch.compile fuses the operator with its neighbors.
         self.fuses = self.name in _FUSED or not _FUSED_TAGS.isdisjoint(func.tags)
 
     def read_way(self) -> None:
@@ -205,7 +205,7 @@ class OperatorInfo:
         self.handler = _handlers.get(name) or _handlers.get(self.schema_name)
         self.shape_handler = _shape_handlers.get(self.schema_name)
         self.records_itself = not _recording_themselves.isdisjoint((name, self.schema_name))
-        # Whether a call consists of several operators on CUDA (None: never), and what runs them.
+        # Whether a call consists of several operators on CUDA (None means never), and what runs them.
         self.decomposes: Condition | None = None
         self.parts: Handler = operators.decompose
         if self.handler is not None:
@@ -220,13 +220,13 @@ class OperatorInfo:
         elif name in operators.OF_SEVERAL:
             self.decomposes, self.parts = always, operators.run_explicit
         elif self.name.startswith("_foreach_"):
-            # One kernel if the lists have dense tensors on one device; otherwise one by one.
+            # It's one kernel if the lists have dense tensors on one device; otherwise one per tensor.
             self.decomposes, self.parts = operators.not_in_one_kernel, operators.one_by_one
 
     def waits_for(self, args: Args) -> bool:
         """Whether the host must wait for a value in this call.
 
-        With masks, it must know how many elements they select, except to fill in a single number
+        With masks, the host must know how many elements they select, except to fill in a single number
         (``canDispatchToMaskedFill``). Only shapes have masks here: with values, parts.py has turned the
         mask into indices.
         """
@@ -245,7 +245,7 @@ class OperatorInfo:
         return found
 
 
-# By id: hashing an operator is slow. A record keeps its operator, and so the id, alive.
+# The keys are ids, because hashing an operator is slow. A record keeps its operator, and so the id, alive.
 KNOWN: dict[int, OperatorInfo] = {}
 
 
@@ -291,7 +291,7 @@ def _gives_views(schema: torch._C.FunctionSchema) -> bool:
 
 
 def _with_generator(func: Operator) -> Operator | None:
-    """The overload of ``func`` with the same arguments and a generator, or None."""
+    """Return the overload of ``func`` with the same arguments and a generator, or None."""
     wanted = {argument.name for argument in func._schema.arguments} | {"generator"}
     for overload in (func, *overloads(func._overloadpacket)):
         if {argument.name for argument in overload._schema.arguments} == wanted:

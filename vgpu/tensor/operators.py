@@ -1,7 +1,7 @@
-"""Types and helpers for torch's operators, and operators that are composed of others.
+"""Types and helpers for torch's operators, and composite operators, which call others.
 
-C++, or Python code of the user, composes them. Each part goes through ``run``, since intermediate tensors
-need memory, and each part takes time. Operators that are composed on CUDA only are in parts.py.
+C++, or the user's Python code, decomposes them. Each part goes through ``run``, since intermediate tensors
+need memory, and each part takes time. Operators that are composite on CUDA only are in parts.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -79,11 +79,11 @@ _CPU = torch._C.DispatchKey.CPU
 _IN_PLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
 
 
-# Composed by C++, for every device
+# Operators that C++ decomposes, for every device
 
 
 def is_composite(func: Operator) -> bool:
-    """Whether C++ composes the operator of others, in the same way for every device.
+    """Whether C++ decomposes the operator into others, in the same way for every device.
 
     Exceptions: silu_backward, since CPU and CUDA have their own kernels, and constructors of sparse tensors,
     which need a device with a C++ allocator.
@@ -95,7 +95,7 @@ def is_composite(func: Operator) -> bool:
 def decompose(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """Run a composite operator as C++ does.
 
-    It's dispatched as a whole in inference mode, where autograd is skipped. There, a view of a normal tensor
+    In inference mode, where autograd is skipped, it's dispatched as a whole. There, a view of a normal tensor
     shares its version counter; outside, an inference tensor must not be modified. C++ enforces both, for the
     operator or its parts.
     """
@@ -108,8 +108,8 @@ def decompose(func: Operator, args: Args, kwargs: Kwargs) -> Any:
         return func._op_dk(_COMPOSITE, *args, **kwargs)
 
 
-# Composed by C++ below autograd, in the same way for every device, with intermediate tensors that need
-# memory (tests/vgpu/tensor/test_parts.py).
+# Operators that C++ decomposes below autograd, in the same way for every device, with intermediate tensors
+# that need memory (tests/vgpu/tensor/test_parts.py).
 OF_SEVERAL = {
     f"aten::{name}"
     for name in (
@@ -145,9 +145,9 @@ def one_by_one(func: Operator, args: Args, kwargs: Kwargs) -> Any:
         return func._op_dk(_EXPLICIT, *args, **kwargs)
 
 
-# Custom operators: torch.library.custom_op, Library, extensions. A Python kernel is called with virtual
-# tensors, as it would be with those of a GPU: it sees the virtual device, and computes, draws and allocates
-# there.
+# Custom operators come from torch.library.custom_op, Library or extensions. A Python kernel is called with
+# virtual tensors, as it would be with those of a GPU: it sees the virtual device, and computes, draws and
+# allocates there.
 
 # The namespaces of torch's own operators and of its packages; each operator is one kernel on a GPU.
 TORCHS_OWN = {
@@ -162,11 +162,11 @@ TORCHS_OWN = {
 
 
 def python_kernel(func: Operator) -> str | None:
-    """The dispatch key of the Python kernel that a GPU runs for a custom operator.
+    """Return the dispatch key of the Python kernel that a GPU runs for a custom operator.
 
-    None if the kernels are in C++: then the CPU's runs, on the values. NotImplementedError, as on CUDA, if
-    there are only Python kernels for other devices. Determined at each call, since kernels can be registered
-    at any time.
+    Returns None if the kernels are in C++ (then the CPU's runs, on the values) or if the operator wasn't
+    defined in Python with torch.library. Raises NotImplementedError, as on CUDA, if there are only Python
+    kernels for other devices. This is determined at each call, since kernels can be registered at any time.
     """
     namespace, _, name = func.name().partition("::")
     prefix = f"{namespace}/{name}/"
@@ -192,7 +192,7 @@ def python_kernel(func: Operator) -> str | None:
     )
 
 
-# In the order of C++'s lookup; the last one is for a Library's kernel without a key.
+# The keys are in the order of C++'s lookup; the last one is for a Library's kernel without a key.
 _FOR_GPUS = (
     "PrivateUse1",
     "CompositeExplicitAutogradNonFunctional",
@@ -218,7 +218,7 @@ def run_foreign(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 @contextmanager
 def _as_called(func: Operator) -> Iterator[None]:
-    """Restore C++'s dispatch state as it'd be in a kernel on a GPU: with autocast, and versions of views.
+    """Restore C++'s dispatch state as it'd be in a kernel on a GPU, with autocast and views' versions.
 
     Python dispatch has disabled these. Autograd stays disabled if the operator has a formula; otherwise
     it differentiates the parts of the kernel.

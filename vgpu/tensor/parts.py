@@ -1,8 +1,8 @@
 """Operators that are one kernel on the CPU and several on a GPU, with intermediate tensors.
 
-On a GPU, those tensors need memory, and each operator takes time. Operators that C++ composes in the same
+On a GPU, those tensors need memory, and each operator takes time. Operators that C++ decomposes in the same
 way for every device are in operators.py; those here have a CPU kernel that does everything inside, where it
-can't be counted. Left out: the scratch memory of CUDA's kernels for sorting, scanning and reducing.
+can't be counted. The scratch memory of CUDA's kernels for sorting, scanning and reducing is left out.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from vgpu.tensor.tensor import is_shape
 aten = torch.ops.aten
 
 
-# Products and convolutions copy an operand whose strides cuBLAS or cuDNN doesn't support.
+# Matmuls and convolutions copy an operand whose strides cuBLAS or cuDNN doesn't support.
 
 
 def copies_operand(args: Args, kwargs: Kwargs) -> bool:
@@ -35,7 +35,7 @@ def copies_operand(args: Args, kwargs: Kwargs) -> bool:
 
 def _needs_copy(factor: torch.Tensor) -> bool:
     strides = factor.stride()
-    if len(strides) < 2 or factor.layout is not torch.strided:  # doesn't use cuBLAS
+    if len(strides) < 2 or factor.layout is not torch.strided:  # the operator doesn't use cuBLAS
         return False
     down, along = strides[-2:]
     if along == 1:
@@ -67,11 +67,11 @@ def _operands(args: Args) -> tuple[int, ...]:
     return 0, *([1] if of_weight else []), *([2] if of_input else [])
 
 
-_FORWARD, _INPUT_AND_WEIGHT = 9, (0, 1)  # in the backward pass behind the result's gradient
+_FORWARD, _INPUT_AND_WEIGHT = 9, (0, 1)  # in the backward pass, after the result's gradient
 
 
 def _cudnn_format(args: Args) -> torch.memory_format:
-    """``cudnn_conv_suggest_memory_format`` in ATen/native/ConvUtils.h."""
+    """Return the format of ``cudnn_conv_suggest_memory_format`` in ATen/native/ConvUtils.h."""
     for operand in args[:2] if len(args) == _FORWARD else args[1:3]:
         found: torch.memory_format = suggest_memory_format(operand)
         if found is not torch.contiguous_format and operand.dtype is not torch.float64:
@@ -102,7 +102,7 @@ def is_reduced(args: Args, kwargs: Kwargs) -> bool:
 
 @in_parts("aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss", when=is_reduced)
 def loss(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """A loss and its mean or sum (Loss.cpp).
+    """Compute a loss and its mean or sum (Loss.cpp).
 
     The result of ``mse_loss`` and ``smooth_l1_loss`` is a tensor for all elements, resized to a scalar,
     which keeps its storage (``TORCH_META_FUNC(mse_loss)``).
@@ -120,7 +120,7 @@ def loss(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 @in_parts("aten::binary_cross_entropy", when=is_reduced)
 def binary_cross_entropy(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """The mean or sum overwrites the losses (``binary_cross_entropy_out_cuda``, Loss.cu)."""
+    """Overwrite the losses with their mean or sum (``binary_cross_entropy_out_cuda``, Loss.cu)."""
     named = named_arguments(func, args, kwargs)
     each = func(**{**named, "reduction": _NONE})
     reduced = each.mean() if named.get("reduction", _MEAN) == _MEAN else each.sum()
@@ -129,7 +129,7 @@ def binary_cross_entropy(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 @in_parts("aten::logsumexp")
 def logsumexp(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """The maximum is subtracted before the exponential (``logsumexp_out_impl``, ReduceOps.cpp)."""
+    """Subtract the maximum before the exponential (``logsumexp_out_impl``, ReduceOps.cpp)."""
     named = named_arguments(func, args, kwargs)
     source, dims, keepdim = named["self"], named["dim"], named.get("keepdim", False)
     if not (source.is_floating_point() or source.is_complex()):
@@ -151,7 +151,7 @@ def fits_mask(args: Args, kwargs: Kwargs) -> bool:
 
 @in_parts("aten::masked_select", when=fits_mask)
 def masked_select(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """With ``index``, as on CUDA (``masked_select_out_cuda_impl``, IndexKernel.cpp)."""
+    """Select with ``index``, as on CUDA (``masked_select_out_cuda_impl``, IndexKernel.cpp)."""
     named = named_arguments(func, args, kwargs)
     mask, source = torch.broadcast_tensors(*torch.atleast_1d(named["mask"], named["self"]))
     return aten.index.Tensor(source, [mask])
@@ -177,7 +177,7 @@ def are_unready(args: Args, kwargs: Kwargs) -> bool:
     when=are_unready,
 )
 def index(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Masks are converted to indices, and indices are moved to the GPU (``expandTensors``)."""
+    """Convert masks to indices, and move indices to the GPU (``expandTensors``)."""
     source, indices, *others = args
     ready: list[torch.Tensor | None] = []
     for one in indices:

@@ -1,4 +1,4 @@
-"""Unsupported features: raise a clear error before C++ raises an obscure one or crashes."""
+"""Raises clear errors for unsupported features, before C++ raises an obscure one or crashes."""
 
 import functools
 import math
@@ -43,7 +43,7 @@ _STORAGE = (
     "torch.empty(n, dtype=torch.uint8, device='vgpu:0')"
 )
 
-# By operator: those that create an unsupported kind of tensor, or that need a CUDA or CPU kernel.
+# By operator, those that create an unsupported kind of tensor, or that need a CUDA or CPU kernel.
 _REFUSED = {
     "aten::_flash_attention_forward": _VARLEN,
     "aten::_nested_tensor_from_mask": _NESTED_ENCODER,
@@ -66,7 +66,7 @@ def _refusing(message: str) -> Callable[..., NoReturn]:
 
 for _name, _message in _REFUSED.items():
     handler(_name)(_refusing(_message))
-# By dispatch key: reached when such a tensor is moved from the CPU.
+# By dispatch key, which is reached when such a tensor is moved from the CPU.
 FALLBACKS = {
     "NestedTensorPrivateUse1": _refusing(_NESTED),
     "QuantizedPrivateUse1": _refusing(_QUANTIZED),
@@ -100,7 +100,7 @@ def nested_tensor(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def storage_to_gpu(storage: torch.UntypedStorage, device: Any = None) -> torch.UntypedStorage:
-    """``storage.vgpu(index)``; only allowed in ``map_location`` functions."""
+    """Run ``storage.vgpu(index)``, which is only allowed in ``map_location`` functions."""
     if torch.serialization._serialization_tls.map_location is None:
         raise NotImplementedError(_STORAGE)
     index = gpus.current_index() if device is None else torch._utils._get_device_index(device)
@@ -111,7 +111,7 @@ def storage_to_gpu(storage: torch.UntypedStorage, device: Any = None) -> torch.U
 def make_wrapper_subclass(
     plain: Callable[..., torch.Tensor],
 ) -> "staticmethod[..., torch.Tensor]":
-    """``torch.Tensor._make_wrapper_subclass``, which refuses nested tensors on virtual GPUs.
+    """Call ``torch.Tensor._make_wrapper_subclass``, but refuse nested tensors on virtual GPUs.
 
     A jagged tensor is a Python class around its values; C++ autograd has no queue for its device.
     """
@@ -129,7 +129,7 @@ def make_wrapper_subclass(
 def new_untyped_storage(
     plain: Callable[..., torch.UntypedStorage],
 ) -> Callable[..., torch.UntypedStorage]:
-    """``torch.UntypedStorage.__new__``; C++ has no allocator for a virtual GPU and would crash."""
+    """Call ``torch.UntypedStorage.__new__``, except for a virtual GPU, for which C++ would crash."""
 
     def __new__(
         cls: type, *args: Any, device: object = None, **kwargs: Any
@@ -144,7 +144,7 @@ def new_untyped_storage(
 
 
 def make_dual(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.autograd.forward_ad.make_dual``, which C++ doesn't support for virtual tensors."""
+    """Wrap ``torch.autograd.forward_ad.make_dual``, which C++ doesn't support for virtual tensors."""
 
     @functools.wraps(plain)
     def make_dual(tensor: torch.Tensor, tangent: torch.Tensor, *, level: int | None = None) -> Any:
@@ -156,7 +156,7 @@ def make_dual(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def subclass_refused(cls: type) -> NotImplementedError:
-    """The error for a tensor of a user's own class on a virtual GPU."""
+    """Return the error for a tensor of a user's own class on a virtual GPU."""
     return NotImplementedError(
         f"tensors of the subclass {cls.__name__} are not supported on virtual GPUs: use plain "
         "tensors there, or a class with a tensor as an attribute (torch.Tensor.as_subclass "
@@ -170,7 +170,7 @@ _IN_PLACE = torch._C.DispatchKey.ADInplaceOrView
 
 
 def refuse_tangents(values: Iterable[object]) -> None:
-    """Raise if a CPU tensor with a tangent is moved to a virtual GPU: C++ would crash on its next use.
+    """Raise an error if a CPU tensor with a tangent is moved to a virtual GPU: C++ would crash later.
 
     The tangents of torch.func.jvp aren't visible here, so inside it, nothing can be moved.
     """
@@ -195,7 +195,7 @@ _BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 
 
 def refuse_mixed_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """RuntimeError if ``func`` is a norm that mixes dtypes in a way that no CUDA kernel supports."""
+    """Raise RuntimeError if ``func`` is a norm that mixes dtypes in a way that no CUDA kernel supports."""
     if func is _LAYER_NORM:
         _refuse_mixed_layer_norm(func, args, kwargs)
     elif func is _BATCH_NORM_BACKWARD:
@@ -203,7 +203,7 @@ def refuse_mixed_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
 
 
 def _refuse_mixed_layer_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """RuntimeError if weight or bias have another dtype than the input: CUDA has no such kernel.
+    """Raise RuntimeError if weight or bias has another dtype than the input: CUDA has no such kernel.
 
     If there's no row to normalize, CUDA launches no kernel.
     """
@@ -223,10 +223,10 @@ def _refuse_mixed_layer_norm(func: Operator, args: Args, kwargs: Kwargs) -> None
 
 
 def _refuse_mixed_batch_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """RuntimeError if CUDA's backward kernel requires other dtypes of parameters and statistics.
+    """Raise RuntimeError if CUDA's backward kernel requires other dtypes of parameters and statistics.
 
-    It's compiled for float32 parameters and statistics if the first of them, the weight, has another dtype
-    than the input, and otherwise for the input's dtype (``is_mixed_type`` in
+    The kernel is compiled for float32 parameters and statistics if the first of them, the weight, has
+    another dtype than the input, and otherwise for the input's dtype (``is_mixed_type`` in
     ATen/native/cuda/Normalization.cu). The channels-last kernels, also used for (N, C), don't read running
     statistics.
     """

@@ -1,6 +1,6 @@
 """Checks that operands are on the same device, with CUDA's error messages.
 
-Only calls that mix GPUs, or a GPU and the CPU, are checked. On CUDA, three kinds of code do it:
+Only calls that mix GPUs, or a GPU and the CPU, are checked. On CUDA, three kinds of code check this:
 TensorIterator for elementwise operators, generated code for most others, and indexing itself. Operators
 marked ``device_check: NoCheck`` in native_functions.yaml do their own checks, or accept operands on other
 devices; they're listed below.
@@ -23,7 +23,7 @@ def check(info: OperatorInfo, args: Args, kwargs: Kwargs) -> None:
 
 
 def check_of(func: Operator) -> Callable[[Operator, Args, Kwargs], None]:
-    """The check below that CUDA does for an operator."""
+    """Return the function below that checks an operator as CUDA does."""
     if func._schema.name in INDEXING:
         return _check_indexing
     if _is_elementwise(func):
@@ -36,7 +36,7 @@ def check_of(func: Operator) -> Callable[[Operator, Args, Kwargs], None]:
 
 
 def _is_elementwise(func: Operator) -> bool:
-    """Whether it's run by TensorIterator; some in-place variants lack torch's tag."""
+    """Whether TensorIterator runs the operator; some in-place variants lack torch's tag."""
     if torch.Tag.pointwise in func.tags or func._schema.name in _ELEMENTWISE:
         return True
     name, overload = func._schema.name.partition("::")[2], func._schema.overload_name
@@ -45,7 +45,7 @@ def _is_elementwise(func: Operator) -> bool:
     return sibling is not None and torch.Tag.pointwise in sibling.tags
 
 
-# Run by TensorIterator, or composed of such operators, but without torch's tag for it.
+# Operators that TensorIterator runs, or composites of such operators, without torch's tag for that.
 _ELEMENTWISE = {
     f"aten::{name}"
     for name in (
@@ -66,7 +66,7 @@ _ELEMENTWISE = {
         "where",
     )
 }
-# Their kernels accept a scalar on the CPU (ATen/native/cuda/ForeachBinaryOpScalarTensor.cu).
+# The kernels of these accept a scalar on the CPU (ATen/native/cuda/ForeachBinaryOpScalarTensor.cu).
 _WITH_SCALAR = {f"aten::_foreach_{name}" for name in ("div", "div_", "mul", "mul_")}
 
 
@@ -85,7 +85,7 @@ def _check_hosts(func: Operator, args: Args, kwargs: Kwargs) -> None:
 
 
 def _check_elementwise(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """CPU scalars can be mixed with anything, but a result can't be written to one.
+    """Accept CPU scalars among tensors on any device, but not as the result to write to.
 
     The common device is that of the first operand that isn't on the CPU.
     """
@@ -118,7 +118,7 @@ def check_generated(func: Operator, args: Args, kwargs: Kwargs) -> None:
 
 
 def _check_convolution(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """Convolution first compares tensor types, which distinguish CPU and GPU, but not two GPUs."""
+    """Compare tensor types first, as convolution does; they distinguish CPU and GPU, but not two GPUs."""
     tensor = args[0]
     for name, other in _named_tensors(func, args, kwargs):
         if other.device.type != tensor.device.type:
@@ -131,7 +131,7 @@ def _check_convolution(func: Operator, args: Args, kwargs: Kwargs) -> None:
 
 
 def _check_indexing(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """Indices can be on the CPU; so can a value, if it's a scalar."""
+    """Accept indices on the CPU, and also a value, if it's a scalar."""
     tensor = args[0]
     for name, other in _named_tensors(func, args[1:], kwargs, skip=1):
         if other.device == tensor.device or _is_cpu_scalar(other):
@@ -149,7 +149,7 @@ def _check_indexing(func: Operator, args: Args, kwargs: Kwargs) -> None:
 
 
 def _check_scalar(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """A list of tensors on one GPU (other lists run one by one), and one scalar for all of them."""
+    """Check a list of tensors on one GPU (other lists run one by one), and one scalar for all of them."""
     tensor, scalar = args[0][0], args[1]
     if not _is_cpu_scalar(scalar):
         verb = "is expected" if func._schema.name.endswith("_") else "expected"
@@ -158,8 +158,8 @@ def _check_scalar(func: Operator, args: Args, kwargs: Kwargs) -> None:
         )
 
 
-# Read by the host: lengths of packed sequences, the learning rate of fused optimizers, and the factors
-# of _foreach_addcmul.
+# Arguments that the host reads: lengths of packed sequences, the learning rate of fused optimizers, and the
+# factors of _foreach_addcmul.
 _MAY_BE_ON_CPU = {"lengths", "batch_sizes", "lr", "scalars"}
 
 # The argument that the kernel copies to its GPU, or reads on the host, whatever its device.
@@ -173,7 +173,7 @@ _ANYWHERE = {
     "aten::slice_scatter": "src",
 }
 
-# Composite operators: the argument and the operator below them that CUDA's check names.
+# For composite operators, the argument and the operator below them that CUDA's check names.
 _BELOW = {
     "aten::embedding": ({"indices": "index", "weight": "self"}, "_index_select"),
     "aten::stack": ({}, "cat"),
@@ -182,7 +182,7 @@ _BELOW = {
 
 
 def _names_in_cuda(func: Operator, argument: str) -> tuple[str, str]:
-    """The names of argument and operator in the message of the generated check.
+    """Return the names of argument and operator in the message of the generated check.
 
     torchgen writes ``overload_name`` for plain kernels, ``name_overload`` for structured ones.
     """
@@ -204,7 +204,7 @@ def _is_cpu_scalar(tensor: torch.Tensor) -> bool:
 def _named_tensors(
     func: Operator, args: Args, kwargs: Kwargs, skip: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor among the arguments, with its parameter's name, except for the first ``skip``."""
+    """Yield each tensor among the arguments, with its parameter's name, except for the first ``skip``."""
     for position, argument in enumerate(func._schema.arguments[skip:]):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         for item in value if isinstance(value, list | tuple) else (value,):

@@ -5,7 +5,7 @@ optimizers, streams, memory counters and recordings work as usual.
 
 Tensors created on the host (``torch.empty(...)`` in the block) are shapes, too. Tensors created from
 Python or NumPy data (``torch.tensor([1, 2])``) stay real until they're moved to a GPU, and so do integers
-created on the host (``torch.arange(8)``), because programs branch on them (a mesh, on its ranks).
+created on the host (``torch.arange(8)``), because programs branch on them (a mesh does, on its ranks).
 """
 
 import functools
@@ -54,10 +54,10 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """In the block, tensors that are created, computed, or moved to a virtual GPU, are shapes.
+    """In the block, tensors that are created, computed, or moved to a virtual GPU are shapes.
 
-    RuntimeError if virtual GPUs aren't enabled. A model that's moved inside the block permanently loses
-    its values.
+    A model that's moved inside the block permanently loses its values. Raises RuntimeError if virtual
+    GPUs aren't enabled.
     """
     if gpus.device_count() == 0:
         raise RuntimeError("shapes_only needs virtual GPUs: call vgpu.enable(count) first")
@@ -74,7 +74,7 @@ def install(changes: Changes) -> None:
 
 
 def trunc_normal(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``nn.init.trunc_normal_``, which redraws until all values are in range: a shape has none."""
+    """Wrap ``nn.init.trunc_normal_``, which redraws until all values are in range: a shape has none."""
 
     @functools.wraps(plain)
     def _no_grad_trunc_normal_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -84,7 +84,7 @@ def trunc_normal(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 def _of_values(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """DDP's check that all ranks have the same parameters, which needs real values: skip it for shapes."""
+    """Wrap DDP's check that all ranks have the same parameters: it needs values, so skip it for shapes."""
 
     @functools.wraps(plain)
     def _verify_param_shape_across_processes(
@@ -98,7 +98,7 @@ def _of_values(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_own_order(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """DDP's broadcast of rank 0's bucket order: keep this rank's order, since a shape has no values."""
+    """Wrap DDP's broadcast of rank 0's bucket order: for shapes, which lack values, keep this rank's."""
 
     @functools.wraps(plain)
     def _rebuild_buckets(reducer: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The tensors of a virtual GPU, and how every operation on them runs: start with ``run``.
+"""The tensors of a virtual GPU, and how every operation on them runs. Start reading at ``run``.
 
 A :class:`VirtualTensor` wraps a CPU tensor that holds the values; a :class:`ShapeTensor` wraps a meta
 tensor, without values. To C++, both are tensors without storage on ``lazy:k``. That device type was
@@ -56,8 +56,8 @@ set_cpp_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 class VirtualTensor(TensorMethods):
     """A tensor on a virtual GPU; created by torch's own functions, never directly."""
 
-    # No slots: a plain tensor that becomes virtual (data_assignment.py) has none.
-    # Torch functions run as they are; only TensorMethods knows the virtual device's name.
+    # There are no slots, because a plain tensor that becomes virtual (data_assignment.py) has none.
+    # torch's functions run unchanged; only TensorMethods knows the virtual device's name.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -110,7 +110,7 @@ def around_shapes(types: tuple[type, ...]) -> bool:
     """Whether one of the types wraps shapes, as DTensor does; it'll dispatch again with the shapes."""
     for kind in types:
         if (
-            kind is not ShapeTensor  # checked first: nearly all are, and every call is checked
+            kind is not ShapeTensor  # checked first, as nearly all are, and every call is checked
             and not issubclass(kind, VirtualTensor)
             and getattr(kind, "__torch_dispatch__", None) is not _NO_DISPATCH
         ):
@@ -134,8 +134,8 @@ def run(
 ) -> Any:
     """Run one operation on virtual tensors; every operation comes through here.
 
-    mode: None for tensors with values. For shapes, the dispatch mode of the ``shapes_only()`` block that
-    the call came through, or a null context. for_handler: see ``run_unrecorded``.
+    ``mode`` is None for tensors with values. For shapes, it's the dispatch mode of the ``shapes_only()``
+    block that the call came through, or a null context. For ``for_handler``, see ``run_unrecorded``.
     """
     info = KNOWN.get(id(func)) or info_of(func)
     now: Observer | None = None
@@ -177,7 +177,7 @@ def run(
         same_device.check(info, args, kwargs)
     if mode is not None and (gpu is None or info.makes_on_device):
         gpu = place_of_shape(info, args, kwargs, inputs, gpu)
-        if gpu is None:  # it computes real values
+        if gpu is None:  # the call computes real values
             return func(*args, **kwargs)
     elif info.makes_on_device:
         gpu = set_inner_device(inner_kwargs, gpu)
@@ -251,7 +251,7 @@ def _run_handler(info: OperatorInfo, handler: Handler, args: Args, kwargs: Kwarg
 def unwrap(
     values: Iterable[Any], inputs: list[VirtualTensor], others: list[torch.Tensor]
 ) -> list[Any]:
-    """The values with CPU tensors in place of virtual ones.
+    """Return the values with CPU tensors in place of virtual ones.
 
     Appends the virtual tensors to ``inputs``, and those that are not virtual to ``others``.
     """
@@ -270,9 +270,9 @@ def unwrap(
 
 
 def named_values(func: Operator, args: Args, kwargs: Kwargs) -> tuple[Kwargs, VirtualGPU]:
-    """For handlers: the arguments by name, with CPU tensors in place of virtual ones, and the GPU.
+    """Return the arguments by name, with CPU tensors in place of virtual ones, and the GPU; for handlers.
 
-    RuntimeError if the devices differ.
+    Raises RuntimeError if the devices differ.
     """
     named = named_arguments(func, args, kwargs)
     inputs: list[VirtualTensor] = []
@@ -286,7 +286,7 @@ def named_values(func: Operator, args: Args, kwargs: Kwargs) -> tuple[Kwargs, Vi
 
 # Wrapping results, and counting their bytes
 
-# Autocast of our device; sparse tensors need keys from which C++ determines the layout.
+# The key for autocast on our device; sparse tensors need keys from which C++ determines the layout.
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 _AUTOCAST_ON_HOST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _COO = torch._C.DispatchKeySet(torch._C.DispatchKey.Sparse)
@@ -317,7 +317,7 @@ def wrap(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> VirtualTensor
             device=gpu.cpp_device,
             _extra_dispatch_keys=_AUTOCAST,
         )
-        # C++ resolves lazy conjugation and negation before it calls dispatch, if it knows of them.
+        # C++ resolves lazy conjugation and negation before it calls us, if the keys say so.
         if values.is_conj():
             torch._C._set_conj(tensor, True)
         if values.is_neg():
@@ -355,7 +355,7 @@ def _wrap_arguments(
     kwargs: Kwargs,
     gpu: VirtualGPU | None,
 ) -> Any:
-    """The results of an in-place or ``out=`` call: the same objects as the arguments it wrote to."""
+    """Return the results of an in-place or ``out=`` call: the very arguments that it wrote to."""
     several = len(aliases) > 1
     outputs = []
     for alias, item in zip(aliases, result if several else (result,), strict=True):
@@ -419,7 +419,7 @@ def block_of(tensor: VirtualTensor) -> Block:
 def make_shape(
     output: Output, gpu: Place, operation: str, base: VirtualTensor | None = None
 ) -> ShapeTensor:
-    """A shape on ``gpu``; a view of ``base`` has no block of its own."""
+    """Create a shape on ``gpu``; a view of ``base`` doesn't get its own block."""
     if base is not None and (inference := base.is_inference()) is not _in_inference_mode():
         # A view of a normal tensor is a normal tensor, also in inference mode.
         with torch.inference_mode(inference):
@@ -453,7 +453,7 @@ def _wrap_shapes(
     result: Result,
     gpu: Place,
 ) -> Any:
-    """The results of a call on shapes: new shapes, and the arguments that it wrote to."""
+    """Return the results of a call on shapes: new shapes, and the arguments that it wrote to."""
     outputs: list[object] = []
     aliases = info.aliases or ()
     for position, output in enumerate(result.outputs):

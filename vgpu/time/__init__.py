@@ -1,1 +1,1 @@
-"""Virtual time: what operations cost, when they run, and what a recording keeps of it."""
+"""Virtual time: what operations cost, when they run, and how both are recorded."""

@@ -1,48 +1,48 @@
 """Passes over the steps of a program that model ``torch.compile``.
 
-Fusion. An elementwise operation or a reduction is deferred until something else needs its result: a
-matrix product, a collective, another stream, or the host; or until its own stream waits for another,
-since compiled code ends there. Then one kernel reads the inputs of the chain and writes its result.
+Fusion. An elementwise operation or a reduction is deferred until something else needs its result (a
+matmul, a collective, another stream, or the host), or until its own stream waits for another, since
+compiled code ends there. Then one kernel reads the inputs of the chain and writes its result.
 Anything else that needs an intermediate result recomputes it from the same inputs, as torch.compile's
 partitioner does between forward and backward pass; an intermediate result that's never needed outside
 its chain is never written. The limit on a chain's length is TorchInductor's
-(torch/_inductor/config.py, ``realize_acc_reads_threshold``). Operations on complex numbers are part of no
-chain, since it has no code for them (``unsupported_input_tensor`` in torch/_inductor/lowering.py).
+(torch/_inductor/config.py, ``realize_acc_reads_threshold``). Operations on complex numbers aren't part of
+any chain: TorchInductor has no code for them (``unsupported_input_tensor`` in torch/_inductor/lowering.py).
 
-Left out: the memory that a compiled program saves; templates that fuse into matrix products; CUDA
-graphs; kernels that are faster or slower than the ones they replace.
+This pass leaves out the memory that a compiled program saves, templates that fuse into matmuls, CUDA
+graphs, and kernels that are faster or slower than the ones they replace.
 
-Asynchronous tensor parallelism: a product is split into pieces, which run concurrently with the pieces
-of its collective. Modeled on torch.compile's pass (torch/_inductor/fx_passes/micro_pipeline_tp.py) and
-(``_pipelined_multi_all_gather_and_consume`` and ``_pipelined_produce_and_all2all`` in
+Asynchronous tensor parallelism. A matmul is split into pieces, which run concurrently with the pieces
+of its collective. The pass is modeled on torch.compile's (torch/_inductor/fx_passes/micro_pipeline_tp.py;
+``_pipelined_multi_all_gather_and_consume`` and ``_pipelined_produce_and_all2all`` in
 torch/distributed/_symmetric_memory). It matches two patterns, each among n GPUs of one host:
 
-- An all-gather whose result is the left factor of matrix products. Each GPU multiplies its own piece
-  while it receives the next one from a neighbor. All products that read the gather share its pieces.
-- A matrix product that's read by a reduce-scatter only. While a piece is sent, the next one is computed;
-  at the end, a kernel sums the received pieces.
+- An all-gather whose result is the left factor of matmuls. Each GPU multiplies its own piece while it
+  receives the next one from a neighbor. All matmuls that read the gather share its pieces.
+- A matmul whose result only a reduce-scatter reads. While a piece is sent, the next one is computed; at
+  the end, a kernel sums the received pieces.
 
 If sending a piece takes c and multiplying it takes p, that's (n - 1) · max(c, p) + p instead of
 (n - 1) · c + n · p. A copy that reorders what was gathered, or what will be scattered, is eliminated if
 nothing else reads it: the pieces already have that order. Other readers of a gather run after the
-products.
+matmuls.
 
-The cost of a piece's product is CostModel's for that number of rows. Copy engines send the pieces, at
+The cost of a piece's matmul is CostModel's for that number of rows. Copy engines send the pieces, at
 the rate of the group's ring, and occupy no multiprocessors.
 
 torch's own pass was compared on a block of vgpu.plan.transformer, compiled for eight ranks with
-either kind of recomputation (torch 2.15). As here, it finds the same pairs, leaves alone the
-reduce-scatters of inputs' gradients, whose products are added first, and copies what it gathered
-for the gradients of weights. In addition, it copies a product's result that's kept for the backward
+either kind of recomputation (torch 2.15). It finds the same pairs as this pass, also skips the
+reduce-scatters of inputs' gradients, whose matmuls are added first, and also copies what it gathered
+for the gradients of weights. In addition, it copies a matmul's result that's kept for the backward
 pass (0.4 of 75 ms per block of 8B on eight H100s), and a gradient's piece before it's gathered (0.1
 ms).
 
-Left out: those two copies; barriers, except that all ranks of a group send a piece at the same time
-(there are 15 in a product and its reduce-scatter); the memory bandwidth that a copy takes from a
-concurrent product; clocks that a power limit lowers while a GPU does both; two pieces' kernels side
-by side, which fill the end of each other's last wave; a right factor that's computed between a
-gather and its product, which keeps this pass from pairing them; that torchtitan compiles only
-blocks, not the last product; and memory, for the buffers as well as for the copies that are
+This pass leaves out those two copies; barriers, except that all ranks of a group send a piece at the
+same time (there are 15 in a matmul and its reduce-scatter); the memory bandwidth that a copy takes
+from a concurrent matmul; clocks that a power limit lowers while a GPU does both; two pieces' kernels
+side by side, which fill the end of each other's last wave; a right factor that's computed between a
+gather and its matmul, which keeps this pass from pairing them; that torchtitan compiles only
+blocks, not the last matmul; and memory, for the buffers as well as for the copies that are
 eliminated.
 """
 
@@ -77,7 +77,7 @@ class _Pass:
 
     def __init__(self) -> None:
         self.number_of: list[int] = []
-        """By the number of an event before the pass: the number after it."""
+        """The numbers of events after the pass, by their numbers before it."""
         self._made: list[ProgramStep] = []
         self._events = 0
 
@@ -94,7 +94,7 @@ class _Pass:
 
 # Fusion
 
-# The inputs of a chain with more than this many are written to memory first.
+# If a chain would have more inputs than this, its intermediate results are written to memory first.
 _MOST_READS = 8
 
 # Operations that only reorder their input; a copy may also change the dtype, as its size shows.
@@ -120,10 +120,10 @@ class Fusion(_Pass):
     def __init__(self) -> None:
         super().__init__()
         self._chains: dict[int, _Chain] = {}  # neither launched nor released
-        self._moved: dict[int, int] = {}  # of live results: by their event, the kernel's
+        self._moved: dict[int, int] = {}  # for live results, the kernel's event by their own event
 
     def steps(self, steps: Iterable[ProgramStep]) -> list[ProgramStep]:
-        """The next steps of the program, with fused kernels in place of deferred operations."""
+        """Return the program's next steps, with fused kernels in place of deferred operations."""
         self._made = []
         for step in steps:
             if isinstance(step, Deferred):
@@ -145,7 +145,7 @@ class Fusion(_Pass):
 
     @property
     def kept(self) -> frozenset[int]:
-        """``Program.kept``, once all steps have been passed."""
+        """``Program.kept``, which is final once all steps have been passed."""
         return frozenset(self._moved.values())
 
     def _defer(self, step: Deferred) -> None:
@@ -160,7 +160,7 @@ class Fusion(_Pass):
         self.number_of.append(self._begin(RecordEvent(step.stream)))
 
     def _beginnings(self, reads: Iterable[Read]) -> _Reads:
-        """The inputs of a chain that reads these."""
+        """Return the inputs of a chain that reads ``reads``."""
         beginnings: _Reads = {}
         for read in reads:
             writer = read.writer
@@ -188,7 +188,7 @@ class Fusion(_Pass):
             self._launch(events, step.by)
 
     def _launch(self, events: Sequence[int], by: Issuer) -> None:
-        """Launch one kernel that writes the results of deferred operations of one stream."""
+        """Launch one kernel that writes the results of one stream's deferred operations."""
         chains = [self._chains.pop(event) for event in events]
         reads: _Reads = {}
         for chain in chains:
@@ -219,7 +219,7 @@ class Fusion(_Pass):
 
 
 def in_pieces(program: Program) -> Sequence[ProgramStep]:
-    """The program's steps, with matching collectives and products split into pieces."""
+    """Return the program's steps, with matching collectives and matmuls split into pieces."""
     if not program.costs.async_tp:
         return program.steps
     pairs = _Pairs(program)
@@ -227,7 +227,7 @@ def in_pieces(program: Program) -> Sequence[ProgramStep]:
 
 
 class _Product(NamedTuple):
-    """A matrix product and its factors."""
+    """A matmul and its factors."""
 
     kernel: Kernel
     factors: Factors
@@ -238,24 +238,24 @@ class _Product(NamedTuple):
         return self.kernel.work.product.written_bytes
 
     def piece(self, count: int) -> Kernel:
-        """The product of one of ``count`` equal parts of the rows."""
+        """Return the matmul of one of ``count`` equal parts of the rows."""
         work = self.kernel.work.of_rows(count, self.factors.right_bytes)
         return self.kernel._replace(work=work)
 
 
 class _Pair(NamedTuple):
-    """The products that read an all-gather, or the one that a reduce-scatter reads."""
+    """The matmuls that read an all-gather, or the one that a reduce-scatter reads."""
 
     products: list[_Product]
     is_read: bool = False  # whether something else reads what was gathered
 
 
 class _Pairs:
-    """Which collectives of a program are paired with which products; all by their events."""
+    """Which collectives of a program are paired with which matmuls; all by their events."""
 
     def __init__(self, program: Program) -> None:
         self.of: dict[int, _Pair] = {}
-        self.gone: set[int] = set()  # products, and copies that are no longer needed
+        self.gone: set[int] = set()  # matmuls, and copies that are no longer needed
         self._kept = program.kept
         self._steps = [step for step in program.steps if isinstance(step, EventStep)]
         self._readers: dict[int, list[int]] = {}
@@ -315,7 +315,7 @@ class _Pairs:
             reader, writers = source, step.operands.writers
 
     def _product(self, event: int, collective: GroupCollective) -> _Product | None:
-        """The matrix product of an event, if it's launched by the collective's thread and stream."""
+        """Return an event's matmul, if the collective's thread launched it on the collective's stream."""
         step = self._steps[event]
         if not isinstance(step, Kernel) or step.operands.factors is None:
             return None
@@ -336,7 +336,7 @@ def _is_in_a_host(collective: GroupCollective, costs: CostModel) -> bool:
 
 
 class _InPieces(_Pass):
-    """Splits paired collectives and products into pieces."""
+    """Splits paired collectives and matmuls into pieces."""
 
     def __init__(self, pairs: _Pairs) -> None:
         super().__init__()
@@ -364,7 +364,7 @@ class _InPieces(_Pass):
         count, stream = len(gather.ranks), pair.products[0].kernel.stream
         piece_bytes = gather.size_bytes // count
         own = Kernel("copy", gather.by, stream, Workload(0, 2 * piece_bytes))
-        self._made.append(WaitEvent(gather.stream, self._begin(own)))  # to where others find it
+        self._made.append(WaitEvent(gather.stream, self._begin(own)))  # to where others read it
         for product in pair.products:
             for right in product.kernel.operands.writers[1:]:
                 self._made.append(WaitEvent(stream, self.number_of[right]))

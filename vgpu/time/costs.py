@@ -1,16 +1,16 @@
-"""How many seconds an operation, a copy or a collective takes, from datasheet figures.
+"""How many seconds an operation, a copy or a collective takes, according to datasheets.
 
 An operation follows the roofline model (Williams, Waterman and Patterson, 2009): it takes the
-longer of FLOPs over FLOP/s and bytes over bytes/s, plus a fixed time to start. A matrix product
-takes longer if its tiles don't fill the GPU, and must also write its result (hardware.py). FLOPs
-are counted by torch's own ``torch.utils.flop_counter``; bytes are those of the tensors. No program
-reaches a datasheet's peak, so arithmetic, memory and links each reach only a share of theirs: see
+longer of FLOPs over FLOP/s and bytes over bytes/s, plus a fixed time to start. A matmul takes
+longer if its tiles don't fill the GPU, and must also write its result (hardware.py). torch's own
+``torch.utils.flop_counter`` counts the FLOPs; bytes are those of the tensors. No program reaches a
+datasheet's peak, so arithmetic, memory and links each reach only a share of theirs: see
 ``CostModel``.
 
-Left out: caches, the algorithm that a library picks, convolutions and elementwise operations that
-are too small to fill a GPU, operations that read their input twice (batch norm), float64 (counted
-as float32), clocks that throttle with heat or power, the memory bandwidth that NCCL's kernels take
-from concurrent ones, and neighbors on the same switch.
+The model leaves out caches, the algorithm that a library picks, convolutions and elementwise
+operations that are too small to fill a GPU, operations that read their input twice (batch norm),
+float64 (counted as float32), clocks that throttle with heat or power, the memory bandwidth that
+NCCL's kernels take from concurrent ones, and neighbors on the same switch.
 """
 
 import functools
@@ -41,8 +41,8 @@ from vgpu.hardware import (
 from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments, tensors_in
 from vgpu.time.attention import KERNELS, Attention, attention_flop_per_s
 
-# What an operation computes with: the float32 units; tensor cores, in the two 16-bit formats or the
-# 8-bit ones; or, for float32, tensor cores if torch allows TF32, which may change at any time.
+# An operation computes with the float32 units; with tensor cores, in the two 16-bit formats or the
+# 8-bit ones; or, for float32, with tensor cores if torch allows TF32, which may change at any time.
 FLOAT32, FLOAT16, BFLOAT16, FLOAT8 = "float32", "float16", "bfloat16", "float8"
 PRODUCT, CONVOLUTION = "product", "convolution"
 TF32 = "tf32"  # certain to use TF32, if the GPU has it
@@ -51,7 +51,7 @@ _float32_precision = torch._C._get_fp32_precision_getter
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Raise ValueError for anything but a finite number of at least 0.
+    """Raise ValueError unless the value is a finite number of at least 0.
 
     A NaN would make a simulator wait forever, and a negative time would end a step before it starts.
     """
@@ -69,16 +69,15 @@ class Workload(NamedTuple):
     flop: int
     size_bytes: int  # read and written
     arithmetic: str = FLOAT32
-    product: Product | None = None  # its sizes, for a matrix product
+    product: Product | None = None  # the sizes of a matmul
     attention: Attention | None = None  # for fused attention
 
     @property
     def allows_tf32(self) -> bool:
-        """Whether torch's current settings allow TF32 for it, on a GPU that has it.
+        """Whether torch's current settings allow TF32 for this operation, on a GPU that has TF32.
 
-        By default they do for convolutions (``torch.backends.cudnn.allow_tf32``), but not for
-        matrix products (``torch.backends.cuda.matmul.allow_tf32``,
-        ``set_float32_matmul_precision``).
+        By default, they do for convolutions (``torch.backends.cudnn.allow_tf32``), but not for
+        matmuls (``torch.backends.cuda.matmul.allow_tf32``, ``set_float32_matmul_precision``).
         """
         if self.arithmetic == TF32:
             return True
@@ -86,15 +85,15 @@ class Workload(NamedTuple):
         return switch is not None and _float32_precision("cuda", switch) == "tf32"
 
     def with_current_tf32(self) -> "Workload":
-        """The same workload, fixed to torch's current settings in case they change later."""
+        """Return the same workload, fixed to torch's current settings in case they change later."""
         if self.arithmetic not in _TF32_SWITCH:
             return self
         return self._replace(arithmetic=TF32 if self.allows_tf32 else FLOAT32)
 
     def of_rows(self, parts: int, right_bytes: int) -> "Workload":
-        """The workload of one of ``parts`` equal parts of a matrix product's rows.
+        """Return the workload of one of ``parts`` equal parts of a matmul's rows.
 
-        right_bytes: the size of the right factor, which each part reads.
+        ``right_bytes`` is the size of the right factor, which each part reads.
         """
         size_bytes = (self.size_bytes - right_bytes) // parts + right_bytes
         product = self.product and self.product._replace(
@@ -116,38 +115,38 @@ _COUNTS = {
 class CostModel:
     """How long things take on one GPU model.
 
-    Four shares say what fraction of a datasheet's peak is reached. None is measured here. If a
-    lesson fits one to a published time, it says so; the others are assumed:
+    Four shares say what fraction of a datasheet's peak is reached. None is measured here: they're
+    assumed, except where a lesson fits one to a published time and says so.
 
-    - ``arithmetic_share``: of the rate that hardware.py derives from the peak and the sizes. The
-      best bfloat16 matrix products reach 0.87 (A100) and 0.80 (H100) of the peak
+    - ``arithmetic_share`` is the share of the rate that hardware.py derives from the peak and the
+      sizes. The best bfloat16 matmuls reach 0.87 (A100) and 0.80 (H100) of the peak
       (stas00/ml-engineering); convolutions in real networks reach less. 0.5 is assumed.
-    - ``memory_share``: kernels that only read and write reach 0.7 to 0.9, depending on the GPU
-      (BabelStream; Deakin et al., 2018); 0.8 is assumed.
+    - ``memory_share`` is that of the memory bandwidth. Kernels that only read and write reach 0.7
+      to 0.9, depending on the GPU (BabelStream; Deakin et al., 2018); 0.8 is assumed.
     - ``link_share``: 0.8 is assumed for every link. p2pBandwidthLatencyTest reaches about 0.8 over
       PCIe and 0.96 over a V100's NVLink (Dell, 2018); NCCL's collectives on eight H100s reach 0.56
       to 0.97 (Ultra-Scale Playbook, 2025).
-    - ``network_share``: for the adapters between hosts; 0.8 is assumed, too.
+    - ``network_share``, for the adapters between hosts, is assumed to be 0.8, too.
 
     ``attention`` says which fused attention kernels run; they have measured speeds instead of a
     share (attention.py). PyTorch's ``scaled_dot_product_attention`` uses FlashAttention 2.
 
     The host's times are orders of magnitude, not from a datasheet: a call from Python costs PyTorch
     about 10 µs; one from the autograd engine, in C++, half of that; and a kernel takes about 2 µs
-    to start and drain. ``locked_share`` is the part of a Python call that holds the interpreter's
-    lock, which PyTorch releases inside each operator: half is assumed. Threads of one process, such
-    as DataParallel's, queue for that part only.
+    to start and drain. ``locked_share`` is the part of a Python call that holds the GIL, which
+    PyTorch releases inside each operator: half is assumed. Threads of one process, such as
+    DataParallel's, queue for that part only.
 
     ``collective_processors`` is the number of multiprocessors that a process group's collective
     takes from concurrent kernels. An NCCL kernel occupies one for each of its channels
     (NVIDIA/nccl, issue 689): 24 inside a host of eight H100s, as NCCL_DEBUG=INFO prints, and 16
-    over eight adapters. The default is 0: collectives take none. They never take memory bandwidth
-    in this model.
+    over eight adapters. By default, collectives take none. In this model, they never take memory
+    bandwidth.
 
     ``speed_spread`` says how much GPUs differ in arithmetic: the standard deviation of their times,
     divided by the mean. A step waits for the slowest of ``slowest_of`` GPUs, which a cluster sets
-    to its world size. By default all are alike. On 392 V100s of one cluster, matrix products had
-    0.016, and PageRank, which is memory-bound, 0.001 (Longhorn: each GPU's median, within the
+    to its world size. By default, all are alike. On 392 V100s of one cluster, matmuls had 0.016,
+    and PageRank, which is memory-bound, 0.001 (Longhorn: each GPU's median, within the
     whiskers of their box plot, from hal-uw/blox-pal, aggregated_data/sim; Sinha et al., 2022, Not
     all GPUs are created equal).
     """
@@ -169,7 +168,7 @@ class CostModel:
     slowest_of: int = 1
     attention: str = "flash 2"  # which kernels: one of vgpu.time.attention.KERNELS
     fuses: bool = False  # whether elementwise chains are fused, as in torch.compile
-    # whether matrix products overlap with their own collectives (compiler_passes.py)
+    # whether matmuls overlap with their own collectives (compiler_passes.py)
     async_tp: bool = False
 
     def __post_init__(self) -> None:
@@ -203,7 +202,7 @@ class CostModel:
             object.__setattr__(self, "link", self.spec.link)
 
     def changed(self, changes: Mapping[str, Any]) -> "CostModel":
-        """A copy with other fields, by name; those that have presets accept a preset's name.
+        """Return a copy with other fields, by name; fields that have presets accept a preset's name.
 
         ``gpu`` sets ``spec``, and also ``link`` unless one is given.
         """
@@ -219,7 +218,7 @@ class CostModel:
         return replace(self, **new)
 
     def kernel_time_s(self, work: Workload) -> float:
-        """Seconds that one operation takes on the GPU, from its first to its last instruction."""
+        """Return the seconds that one operation takes on the GPU, from its first to its last instruction."""
         spec, peak = self.spec, self._peak_flop_per_s(work)
         flop_per_s = peak * self.arithmetic_share
         if work.attention is not None and peak > spec.fp32_flop_per_s:
@@ -266,26 +265,26 @@ class CostModel:
         return self.collective_processors / self.spec.multi_processor_count
 
     def launch_s(self, threads: int) -> float:
-        """Seconds between two calls of one thread, if ``threads`` of them share an interpreter.
+        """Return the seconds between two calls of one thread, if ``threads`` of them share a GIL.
 
-        They take turns holding the lock, and do the rest in parallel.
+        They take turns holding the GIL, and do the rest in parallel.
         """
         return self.python_launch_s * max(1.0, threads * self.locked_share)
 
     def copy_time_s(self, size_bytes: int) -> float:
-        """Seconds for a copy from one GPU to another."""
+        """Return the seconds for a copy from one GPU to another."""
         return self.collective_time_s("send", size_bytes, 2)
 
     def host_copy_time_s(self, size_bytes: int) -> float:
-        """Seconds for a copy between a GPU and its host."""
+        """Return the seconds for a copy between a GPU and its host."""
         return self._seconds("send", size_bytes, 2, self.spec.host_link)
 
     def collective_time_s(self, name: str, size_bytes: float, count: int) -> float:
-        """Seconds for a collective from ``collectives/table.py`` among ``count`` GPUs."""
+        """Return the seconds for a collective from ``collectives/table.py`` among ``count`` GPUs."""
         return self._seconds(name, size_bytes, count, self.link)
 
     def group_time_s(self, name: str, size_bytes: float, ranks: Sequence[int]) -> float:
-        """Seconds for a collective among the GPUs of these ranks, which are numbered host by host."""
+        """Return the seconds for a collective among these ranks' GPUs; ranks are numbered host by host."""
         hosts = self.hosts_of(ranks)
         if self.network is None or len(hosts) == 1:
             return self.collective_time_s(name, size_bytes, len(ranks))
@@ -302,13 +301,13 @@ class CostModel:
         return collectives.seconds(name, size_bytes, len(ranks), route)
 
     def link_name(self, ranks: Sequence[int]) -> str:
-        """The link or network that limits a collective among these ranks: the slowest one it uses."""
+        """Return the link or network that limits a collective among these ranks: the slowest it uses."""
         if self.network is None or len(self.hosts_of(ranks)) == 1:
             return self.link.name
         return self.network.name
 
     def hosts_of(self, ranks: Sequence[int]) -> Counter[int]:
-        """How many of these ranks are on each host."""
+        """Count how many of these ranks are on each host."""
         return Counter(rank // self.gpus_per_host if self.gpus_per_host else 0 for rank in ranks)
 
     def _seconds(self, name: str, size_bytes: float, count: int, link: Link) -> float:
@@ -318,10 +317,10 @@ class CostModel:
 
 @functools.cache
 def expected_largest(count: int) -> float:
-    """How many standard deviations above the mean the largest of ``count`` normal numbers is.
+    """Return by how many standard deviations the largest of ``count`` normal numbers exceeds the mean.
 
-    This is the expected value: the mean of 2,000 quantiles of the maximum's distribution, whose CDF
-    is that of a single number to the power of ``count``.
+    It's the expected value: the mean of 2,000 quantiles of the maximum's distribution, whose CDF is
+    that of a single number to the power of ``count``.
     """
     largest = ((part + 0.5) / 2000 for part in range(2000))
     normal = statistics.NormalDist()
@@ -329,11 +328,10 @@ def expected_largest(count: int) -> float:
 
 
 def fit_share(time_of: Callable[[float], float], measured_s: float) -> float:
-    """The share of a peak at which ``time_of(share)`` is ``measured_s``, within 1/10,000.
+    """Return the share of a peak at which ``time_of(share)`` is ``measured_s``, within 1/10,000.
 
-    Raises ValueError if even the full peak is too slow, or even a thousandth of it too fast. If the
-    time jumps past ``measured_s``, as it does when the order of kernels changes, a RuntimeWarning
-    says so.
+    Raises ValueError if even the full peak is too slow, or even a thousandth of it too fast. Gives a
+    RuntimeWarning if the time jumps past ``measured_s``, as it does when the order of kernels changes.
     """
     low, high = 1e-3, 1.0
     if not time_of(high) <= measured_s <= time_of(low):
@@ -356,7 +354,7 @@ def fit_share(time_of: Callable[[float], float], measured_s: float) -> float:
 
 
 def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Workload:
-    """FLOPs and bytes of one finished call; its tensors need not have values."""
+    """Return the FLOPs and bytes of one finished call; its tensors need not have values."""
     packet = _COUNTED_AS.get(func._schema.name, func._overloadpacket)
     count = flop_registry.get(packet)
     flop = int(count(*args, **kwargs, out_val=result)) if count else 0
@@ -365,7 +363,7 @@ def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Workload
     )
     if fused is not None and fused.causal:
         flop //= 2  # the masked half is skipped, but the counter counts it
-    # Each argument is read once and each result written once; one changed in place is both.
+    # Each argument is read once and each result written once; a tensor changed in place is both.
     touched = [*tensors_in((args, tuple(kwargs.values()))), *tensors_in(result)]
     size_bytes = sum(touched_bytes(tensor) for tensor in touched)
     if not flop:
@@ -374,7 +372,7 @@ def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Workload
     return Workload(flop, size_bytes, arithmetic, _product_of(func, flop, result), fused)
 
 
-# torch's counter doesn't know these.
+# torch's FLOP counter doesn't know these operators.
 _COUNTED_AS = {
     "aten::addmm_": torch.ops.aten.addmm,
     "aten::baddbmm_": torch.ops.aten.baddbmm,
@@ -398,7 +396,7 @@ def _attention_of(func: Operator, args: Args, kwargs: Kwargs) -> Attention:
 
 
 def _product_of(func: Operator, flop: int, result: torch.Tensor) -> Product | None:
-    """The sizes of a matrix product."""
+    """Return the sizes of a matmul."""
     if func._schema.name.removesuffix("_") not in _PRODUCTS:
         return None
     *batch, rows, columns = result.shape
@@ -407,7 +405,7 @@ def _product_of(func: Operator, flop: int, result: torch.Tensor) -> Product | No
 
 
 def _arithmetic_of(func: Operator, touched: list[torch.Tensor]) -> str:
-    """What a product or convolution, as the FLOP counter knows it, computes with."""
+    """Return what a matmul or convolution, as the FLOP counter knows it, computes with."""
     types = {tensor.dtype for tensor in touched}
     if types & {torch.float8_e4m3fn, torch.float8_e5m2}:
         return FLOAT8
@@ -421,7 +419,7 @@ def _arithmetic_of(func: Operator, touched: list[torch.Tensor]) -> str:
 
 
 def touched_bytes(tensor: torch.Tensor) -> int:
-    """The bytes of reading the tensor once; an expanded dimension is read once."""
+    """Return the bytes of reading the tensor once; an expanded dimension is read once."""
     # Asking the virtual tensor takes longer, and might itself be recorded.
     values = getattr(tensor, "_inner", tensor)
     if values.layout is not torch.strided:

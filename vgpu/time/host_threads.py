@@ -1,4 +1,4 @@
-"""Who issues an operation: which host thread, on which stream, in which module and pass.
+"""Finds out who issues an operation: which host thread, on which stream, in which module and pass.
 
 The host has several threads: the main thread, DataParallel's, and those of the autograd engine, one per
 GPU, which launch from C++, without the GIL. ``backward()`` has no completion callback, so the next
@@ -50,7 +50,7 @@ class HostThread:
         self.compiled = False  # whether its next operation was compiled by torch.compile
 
     def enter(self, module: str, compiled: bool) -> None:
-        """Its next operation is in this module. compiled: in code compiled by torch.compile."""
+        """Enter the module of the next operation; ``compiled`` says whether torch.compile compiled it."""
         self.compiled = compiled
         if self.by.module != module:
             self.by = Issuer(self.index, module, self.by.backward)
@@ -77,7 +77,7 @@ class HostThreads:
         self._callers_streams: dict[RecordedStream, RecordedStream] = {}
 
     def issuing(self) -> HostThread:
-        """The calling thread; in a backward pass, the engine's thread that runs the node."""
+        """Return the calling thread; in a backward pass, the engine's thread that runs the node."""
         if in_backward():
             self.begin_pass_if_new()
             return self.engine(gpus.current_index())
@@ -85,7 +85,7 @@ class HostThreads:
         return self._current()
 
     def _current(self) -> HostThread:
-        """The calling thread; a new one starts at its parent's current time."""
+        """Return the calling thread; a new one starts at its parent's current time."""
         try:
             return self._of_thread.host
         except AttributeError:
@@ -96,7 +96,7 @@ class HostThreads:
             return host
 
     def engine(self, index: int) -> HostThread:
-        """The autograd engine's thread for the GPU ``index``."""
+        """Return the autograd engine's thread for the GPU ``index``."""
         engine = self._engines.get(index)
         if engine is None:
             caller = getattr(self._of_thread, "host", self.main)
@@ -107,16 +107,16 @@ class HostThreads:
     # DataParallel
 
     def fork(self, caller: HostThread, threads: int) -> None:
-        """Threads that appear from now on start at the caller's current time.
+        """Let threads that appear from now on start at the caller's current time.
 
-        They share one interpreter, of which each gets an equal part: computed, not simulated turn by
-        turn, so that nothing depends on how the real threads interleave.
+        They share one GIL, of which each gets an equal part. That's computed, not simulated turn by
+        turn, so nothing depends on how the real threads interleave.
         """
         self._parent = self._program.begin_thread(0, caller, 1)
         self._sharing = threads
 
     def join(self, caller: HostThread) -> None:
-        """The caller waits for all threads since ``fork``."""
+        """Make the caller wait for all threads since ``fork``."""
         self._program.join_threads(caller, self._forked)
         self._forked.clear()
         self._parent, self._sharing = self.main, 1
@@ -143,13 +143,13 @@ class HostThreads:
         self.join_callers_streams()
 
     def note_stream(self, gpu: VirtualGPU, stream: "RecordedStream") -> None:
-        """The engine enqueues work on a stream of ``gpu``."""
+        """Note that the engine enqueues work on a stream of ``gpu``."""
         if stream not in self._callers_streams:
             number = callers_stream_number(gpu.index)
             self._callers_streams[stream] = self._program.stream(gpu, number)
 
     def join_callers_streams(self) -> None:
-        """The streams of a pass's caller wait for those on which gradients were computed."""
+        """Make the streams of a pass's caller wait for those on which gradients were computed."""
         ended, self._callers_streams = self._callers_streams, {}
         for stream in sorted(ended, key=lambda s: (s.device.index, s.number)):
             current = ended[stream]
@@ -181,7 +181,7 @@ _stack = _Stack()
 
 
 def current_module() -> str:
-    """The innermost module running in this thread; empty outside every module."""
+    """Return the innermost module running in this thread; empty outside every module."""
     names = _stack.names
     return names[-1] if names else ""
 
@@ -276,10 +276,10 @@ class CallSites:
     def of(
         self, name: str, gpu: VirtualGPU, note: bool = True
     ) -> "tuple[RecordedStream, HostThread]":
-        """The stream of the next operation on ``gpu``, and the thread that issues it.
+        """Return the stream of the next operation on ``gpu``, and the thread that issues it.
 
-        Also sets the thread's module. note: False for the source of a copy, since the copy's backward
-        runs on the target's stream.
+        Also sets the thread's module. ``note`` is False for the source of a copy, since the copy's
+        backward runs on the target's stream.
         """
         if in_backward():
             return self._of_backward(name, gpu, note)
@@ -297,7 +297,7 @@ class CallSites:
         threads = self._program.threads
         threads.begin_pass_if_new()
         _, module, compiled = self._running_node()
-        if torch._C._current_autograd_node() is None:  # after the last one, in a callback
+        if torch._C._current_autograd_node() is None:  # in a callback, after the last node
             threads.join_callers_streams()
         engine = threads.engine(gpu.index)
         engine.enter(module, compiled or in_compiled_call())
@@ -312,14 +312,14 @@ class CallSites:
         return stream, engine
 
     def note(self, name: str, gpu: VirtualGPU) -> None:
-        """Note the node of an operation that launches nothing: it has a module and a stream, too."""
+        """Note the node of an operation that launches nothing; it, too, has a module and a stream."""
         node = _Node(name, current_module(), in_compiled_call())
         self._note(node, gpu.index, current_stream_number(gpu.index))
 
     def _note(self, node: _Node, gpu: int, stream: int) -> None:
         """Remember the most recent node, if it's new: torch creates it before it calls the kernel.
 
-        Also in no_grad mode: the node of a ``Function`` is created before its forward.
+        This holds in no_grad mode, too: the node of a ``Function`` is created before its forward.
         """
         number, thread = _next_node_number() - 1, self._of_thread
         if number <= thread.last:
@@ -330,7 +330,7 @@ class CallSites:
             gpus.streams_of_nodes[number] = (gpu, stream)
 
     def _running_node(self) -> _Node:
-        """The running node; ``_NO_NODE`` after the last one."""
+        """Return the running node; ``_NO_NODE`` after the last one."""
         node = torch._C._current_autograd_node()
         if node is None:
             return _NO_NODE

@@ -1,11 +1,11 @@
-"""A timeline as the JSON that ``torch.profiler`` exports, in Kineto's format.
+"""Writes a timeline as the JSON that ``torch.profiler`` exports, in Kineto's format.
 
-Sources: Kineto's output_json.cpp, and the "Trace Event Format" of the Chromium project. Tools
-identify rows by name: an NCCL kernel starts with ``nccl`` and contains ``Kernel``, a launch is
-``cudaLaunchKernel``, a copy ``Memcpy DtoH``. So virtual ones have such names, too.
+The sources are Kineto's output_json.cpp, and the "Trace Event Format" of the Chromium project.
+Tools identify rows by name: an NCCL kernel starts with ``nccl`` and contains ``Kernel``, a launch
+is ``cudaLaunchKernel``, a copy ``Memcpy DtoH``. So virtual ones have such names, too.
 
-Left out: shapes and stacks, streams' waits for events, and the multiprocessor resources that a
-kernel uses. An operator takes as long as a launch in the cost model, and launches its kernel
+The JSON leaves out shapes and stacks, streams' waits for events, and the multiprocessor resources
+that a kernel uses. An operator takes as long as a launch in the cost model, and launches its kernel
 halfway through.
 """
 
@@ -35,7 +35,7 @@ _FIRST_HOST = 1000  # the process of rank 0; lower numbers are GPUs
 _ENGINE = 100  # the autograd engine's thread for vgpu:0
 _LAUNCHED_FROM = 0.5  # the point in an operator's time at which it launches
 
-# By the name in torch.distributed: NCCL's kernel, and ProcessGroupNCCL's name for it.
+# NCCL's kernel, and ProcessGroupNCCL's name for it, by the collective's name in torch.distributed.
 _COLLECTIVES = {
     "all_reduce": ("AllReduce", "allreduce"),
     "all_gather": ("AllGather", "_allgather_base"),
@@ -51,7 +51,7 @@ _COLLECTIVES = {
 
 
 def trace_of(timeline: "Timeline", rank: int | None) -> Row:
-    """The whole file, for one rank or for all ranks of the timeline. Times are in µs."""
+    """Return the whole file, for one rank or for all ranks of the timeline. Times are in µs."""
     position = None if rank is None else timeline.ranks.index(rank)
     writer = _Writer(timeline)
     rows = [
@@ -82,7 +82,7 @@ class _Writer:
         self._timeline = timeline
         self._are_joined = len(timeline.ranks) > 1
         self._correlation = 0
-        self._threads: set[tuple[int, int]] = set()  # with their rank's position
+        self._threads: set[tuple[int, int]] = set()  # each with its rank's position
 
     def device_properties(self) -> list[Row]:
         timeline = self._timeline
@@ -119,7 +119,7 @@ class _Writer:
     # The host
 
     def _thread(self, position: int, number: int, backward: bool, gpu: int) -> Row:
-        """The process and thread of a host row. gpu: which engine thread, for a backward pass."""
+        """Return a host row's process and thread; ``gpu`` says which engine thread, if ``backward``."""
         thread = _ENGINE + gpu if backward else number
         self._threads.add((position, thread))
         return {
@@ -232,12 +232,12 @@ def _span(category: str, name: str, start_s: float, end_s: float) -> Row:
 
 
 def _whole_ns(time_s: float) -> float:
-    """µs. Readers use whole ns: if start and duration were rounded separately, spans would overlap."""
+    """Convert to µs, in whole ns, as readers do: rounding durations separately would make spans overlap."""
     return round(time_s * 1e9) / 1e3
 
 
 def _flow(launch: Row, at_us: float) -> Row:
-    """An arrow from a launch to what it launched."""
+    """Return an arrow from a launch to what it launched."""
     where = {"rank": launch["rank"], "pid": launch["pid"], "tid": launch["tid"]}
     number = launch["args"]["correlation"]
     return {**where, "ts": at_us, "cat": "ac2g", "name": "ac2g", "id": number}

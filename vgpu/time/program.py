@@ -49,7 +49,7 @@ VectorClock = dict["RecordedStream", int]
 
 
 class RecordedStream:
-    """One stream in a recording, with a vector clock: what happens before its next operation."""
+    """One stream in a recording, with the vector clock of what happens before its next operation."""
 
     __slots__ = ("clock", "count", "device", "index", "number", "recording")
 
@@ -67,7 +67,7 @@ class Enqueued(NamedTuple):
 
     stream: RecordedStream
     position: int  # how many operations had been enqueued on the stream, this one included
-    event: int  # its end: a number among the events of the recording
+    event: int  # its end, as a number among the events of the recording
     operation: str
     backward: bool = False
     clock: VectorClock | None = None  # what happens before it, if that's kept
@@ -97,11 +97,11 @@ class RecordedEvent:
 
     def __init__(self, operation: Enqueued) -> None:
         self.operation = operation
-        self.time_s: float | None = None  # virtual; known from the end of the recording on
+        self.time_s: float | None = None  # in virtual time, known once the recording has ended
 
     @property
     def recording(self) -> object:
-        """Only compared, to tell this recording's events from another's."""
+        """The recording, which is only compared, to tell its events from another's."""
         return self.operation.stream.recording
 
 
@@ -123,15 +123,15 @@ class GrowingProgram:
         self._gpu, self._gpus = gpus.current_index(), gpus.device_count()
         self._simulator = Simulator(costs, rank)
         self._simulated = 0
-        # Where elementwise operations are fused: the pass, how many steps it has had, and what it
-        # made. It begins with the first operation of compiled code: what comes before stays as it is.
+        # If elementwise operations are fused: the pass, how many steps have been passed to it, and its
+        # result. It begins with the first operation of compiled code; earlier steps stay unchanged.
         self._fusion = Fusion() if costs.fuses else None
         self._fused_from = 0
         self._fused: list[ProgramStep] = []
         self.threads = HostThreads(self)
 
     def end(self) -> Program:
-        """The finished program, at the end of the block."""
+        """Return the finished program, at the end of the block."""
         self.host()  # the main thread waits for its last backward pass
         self.break_graph(None)
         for event in self._timed:
@@ -144,18 +144,18 @@ class GrowingProgram:
     # Times, on demand
 
     def time_s(self, event: int) -> float:
-        """The time of an event."""
+        """Return the time of an event."""
         simulator = self.simulated()
         return simulator.time_s(self._fusion.number_of[event] if self._fusion else event)
 
     def ready_s(self, stream: RecordedStream, host: HostThread) -> float:
-        """The earliest time at which the next operation could start on the stream."""
+        """Return the earliest time at which the next operation could start on the stream."""
         simulator = self.simulated()
         thread = simulator.threads[host.index]
         return max(thread.now_s + thread.launch_s, simulator.streams[stream.index].free_s)
 
     def simulated(self) -> Simulator:
-        """A simulator that has simulated all steps so far."""
+        """Return a simulator that has simulated all steps so far."""
         with self._lock:
             steps = self._steps_after_fusion()
             self._simulator.run(steps[self._simulated :])
@@ -173,7 +173,7 @@ class GrowingProgram:
     # Threads
 
     def host(self) -> HostThread:
-        """The calling thread; in a backward pass, the engine's thread that runs the node."""
+        """Return the calling thread; in a backward pass, the engine's thread that runs the node."""
         return self.threads.issuing()
 
     def begin_thread(self, number: int, parent: HostThread | None, sharing: int) -> HostThread:
@@ -193,13 +193,13 @@ class GrowingProgram:
         self.steps.append(HostWork(self.host().index, duration_s, name))
 
     def begin_range(self, name: str) -> int:
-        """The calling thread enters a named block; returns the thread's index."""
+        """Record that the calling thread enters a named block; returns the thread's index."""
         host = self.host()
         self.steps.append(BeginRange(host.index, name))
         return host.index
 
     def end_range(self, thread: int) -> None:
-        """A thread leaves the innermost block that it has entered."""
+        """Record that a thread leaves the innermost block that it has entered."""
         self.host()  # waits for a backward pass that has returned
         self.steps.append(EndRange(thread))
 
@@ -253,12 +253,12 @@ class GrowingProgram:
         return Enqueued(stream, stream.count, event, step.name, step.by.backward, None, result)
 
     def allocation(self, name: str, stream: RecordedStream, backward: bool) -> Enqueued:
-        """Memory is allocated on the stream: earlier operations on it may still use that memory."""
+        """Note an allocation on the stream: earlier operations on it may still use that memory."""
         event = self._begin_event(RecordEvent(stream.index))
         return Enqueued(stream, stream.count, event, name, backward)
 
     def break_graph(self, stream: RecordedStream | None) -> None:
-        """End compiled code: launch what's deferred on a stream, or on all streams if None."""
+        """End compiled code by launching what's deferred on a stream, or on all streams if None."""
         if self._fusion is not None:
             self.steps.append(GraphBreak(stream.index if stream else None, self.host().by))
 
@@ -289,24 +289,24 @@ class GrowingProgram:
         return [stream for stream in self._streams.values() if stream.device == gpu.device]
 
     def wait_stream(self, stream: RecordedStream, other: RecordedStream) -> None:
-        """``stream.wait_stream(other)``, called by the program; ends compiled code on both."""
+        """Record the program's ``stream.wait_stream(other)``, which ends compiled code on both."""
         self.break_graph(stream)
         self.break_graph(other)
         self.wait_enqueued(stream, other)
 
     def wait_enqueued(self, stream: RecordedStream, other: RecordedStream) -> None:
-        """The same for a collective inside compiled code, which doesn't end there."""
+        """Do the same for a collective inside compiled code, which doesn't end there."""
         event = self._begin_event(RecordEvent(other.index))
         self.steps.append(WaitEvent(stream.index, event))
         _merge(stream.clock, other, other.count, other.clock)
 
     def wait_operation(self, stream: RecordedStream, done: Enqueued) -> None:
-        """Later work on ``stream`` starts after one operation of another stream."""
+        """Make later work on ``stream`` start after one operation of another stream."""
         self.steps.append(WaitEvent(stream.index, done.event))
         _merge(stream.clock, done.stream, done.position, done.clock or {})
 
     def record_event(self, stream: RecordedStream, is_timed: bool) -> RecordedEvent:
-        """Record an event on a stream. is_timed: whether the program can query its time."""
+        """Record an event on a stream; ``is_timed`` says whether the program can query its time."""
         self.break_graph(stream)
         event = self._begin_event(RecordEvent(stream.index, self.host().index))
         clock = dict(stream.clock)
@@ -316,7 +316,7 @@ class GrowingProgram:
         return recorded
 
     def wait_event(self, stream: RecordedStream, event: RecordedEvent | None) -> None:
-        """Later work on the stream starts after the event, if it belongs to this recording."""
+        """Make later work on the stream start after the event, if it belongs to this recording."""
         self.break_graph(stream)  # what's already enqueued doesn't wait
         if event is not None and event.recording is self.recording:
             self.wait_operation(stream, event.operation)
@@ -335,7 +335,7 @@ class GrowingProgram:
         return self._query(Enqueued(stream, stream.count, event, "query", False, stream.clock))
 
     def query_event(self, event: RecordedEvent | None) -> bool:
-        """Whether the event has happened; always true if it isn't of this recording."""
+        """Whether the event has happened; always True if it isn't part of this recording."""
         if event is None or event.recording is not self.recording:
             return True
         return self._query(event.operation)

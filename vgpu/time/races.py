@@ -1,17 +1,18 @@
 """Races: a stream uses memory that another stream has written or read, without waiting for it.
 
-On CUDA, a missing wait gives correct values sometimes and garbage at other times. Here it's always
-reported, whatever the times: vector clocks determine what happens before what (program.py). If,
-according to the times, a value is read before it has been written, the reader gets NaN (or the smallest
-number of a dtype without NaN).
+On CUDA, a missing wait sometimes gives correct values and sometimes garbage. Here it's always reported,
+whatever the times: vector clocks determine what happens before what (program.py). If, according to the
+times, a value is read before it has been written, the reader gets NaN (or the smallest number of a dtype
+without NaN).
 
 Virtual GPUs never reuse a block, but CUDA's caching allocator reuses a freed one, on the stream on which
 it was allocated. So two more races are reported, with correct values: a block that is freed while
 another stream may still use it, without ``record_stream``; and a stream that uses new memory without
 waiting for the stream on which it was allocated.
 
-Not detected: races with blocks and reads from before the recording; a host that reads a copy before it
-has finished; and a backward hook that makes a stream current that doesn't wait for the gradient.
+Three kinds aren't detected: races with blocks and reads from before the recording; a host that reads a
+copy before it has finished; and a backward hook that makes a stream current that doesn't wait for the
+gradient.
 """
 
 from collections.abc import Iterable, Sequence
@@ -50,7 +51,7 @@ class Uses:
         return uses
 
     def freed(self, allocation: Enqueued) -> None:
-        """The block is freed; ``allocation`` is the operation for which it was allocated."""
+        """Called when the block is freed; ``allocation`` is the operation for which it was allocated."""
         if self.accesses is None:
             return
         last = self.write or allocation
@@ -69,7 +70,7 @@ class Accesses:
     def __init__(self, program: GrowingProgram, timeline: Timeline) -> None:
         self._program = program
         self._timeline = timeline
-        # For blocks freed since the last operation: a write on its own stream, and a use on another.
+        # For each block freed since the last operation, a write on its own stream and a use on another.
         self.freed_in_use: list[tuple[Enqueued, Enqueued]] = []
 
     def check(
@@ -131,7 +132,7 @@ class Accesses:
     ) -> None:
         """Record what an operation has read and written."""
         reading = _without_result(operation)
-        for used in read:  # even if there's only one stream so far: others may write it later
+        for used in read:  # even if there's only one stream so far: another may write it later
             block = tensor.block_of(used)
             reads = Uses.of(block).reads
             if reads and next(iter(reads)).recording is not self._program.recording:
@@ -148,7 +149,7 @@ class Accesses:
             self._watch(block, operation)
 
     def note_allocations(self, operation: Enqueued, results: Iterable[VirtualTensor]) -> None:
-        """Record for which operation new tensors were allocated."""
+        """Record the operation for which new tensors were allocated."""
         for result in results:
             tensor.block_of(result).made = operation
 
@@ -158,7 +159,7 @@ class Accesses:
             Uses.of(block).accesses = self
 
     def record_stream(self, used: VirtualTensor, stream: RecordedStream) -> None:
-        """``Tensor.record_stream``: the block isn't reused until the stream's current work has finished."""
+        """Record ``Tensor.record_stream``: the block isn't reused until the stream's current work is done."""
         Uses.of(tensor.block_of(used)).recorded.add(stream)
 
     def last_write(self, tensor_: VirtualTensor) -> Enqueued | None:
@@ -172,8 +173,8 @@ class Accesses:
     def _check_freed(self, stream: RecordedStream) -> None:
         """Check whether the stream has waited for the streams that used its freed blocks.
 
-        Called with the stream's next operation, which may be given one of these blocks: it's safe to wait
-        just before that, as the backward pass and FSDP do.
+        This is called just before the stream's next operation, which may be given one of these blocks: it's
+        safe to wait until then, as the backward pass and FSDP do.
         """
         freed, self.freed_in_use = self.freed_in_use, []
         for writer, use in freed:
@@ -192,7 +193,7 @@ def is_whole(part: VirtualTensor) -> bool:
 
 
 def _without_result(operation: Enqueued) -> Enqueued:
-    """The operation without its deferred result, which must not outlive the blocks that hold it."""
+    """Return the operation without its deferred result, which must not outlive the blocks that hold it."""
     return operation if operation.deferred is None else operation._replace(deferred=None)
 
 
@@ -203,7 +204,7 @@ def _last_write(block: Block) -> Enqueued | None:
 
 
 def poisoned(value: VirtualTensor) -> VirtualTensor:
-    """A tensor like ``value`` that holds garbage."""
+    """Return a tensor like ``value`` that holds garbage."""
     garbage = torch.empty_like(value._inner)
     _fill(garbage)
     return tensor.wrap(garbage, value._gpu, "garbage")
@@ -212,7 +213,7 @@ def poisoned(value: VirtualTensor) -> VirtualTensor:
 def replaced(
     late: Sequence[VirtualTensor], written: Sequence[torch.Tensor], args: Args, kwargs: Kwargs
 ) -> tuple[Args, Kwargs]:
-    """The arguments, with garbage in place of the ``late`` tensors.
+    """Return the arguments, with garbage in place of the ``late`` tensors.
 
     A tensor that will be written in place is itself overwritten with garbage.
     """

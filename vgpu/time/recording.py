@@ -7,7 +7,7 @@ the cost model says ``fuses``, and in code compiled by torch.compile, elementwis
 their steps contain what a compiler pass needs (compiler_passes.py), namely what each of them reads, and
 when a result is needed in memory.
 
-Left out: operations on the CPU take no virtual time (``spend`` adds some).
+Operations on the CPU take no virtual time (``spend`` adds some).
 """
 
 import functools
@@ -64,10 +64,10 @@ under_way: "Recording | None" = None
 def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]:
     """Record what the block computes on virtual GPUs, and predict its times.
 
-    costs: a cost model to use instead of the enabled GPU's. Its fields can be given by name, such as
+    ``costs`` is a cost model to use instead of the enabled GPU's. Its fields can be given by name, such as
     ``arithmetic_share=0.3`` or ``link="PCIe 4"``, as in ``replay``. The timeline is complete when the
     block ends. Times that the program queries before that (``event.elapsed_time``) ignore ``async_tp``.
-    RuntimeError inside another recording, or without virtual GPUs.
+    Raises RuntimeError inside another recording, or without virtual GPUs.
     """
     costs = (costs or CostModel(gpus.by_index(0).spec)).changed(assumed).changed(changes)
     devices = [gpus.by_index(index).device for index in range(gpus.device_count())]
@@ -94,7 +94,7 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
 def spend(duration_s: float, name: str = "host work") -> None:
     """In a recording, keep the host busy for ``duration_s``, for example to load a batch.
 
-    name: shown in traces. Does nothing outside of a recording.
+    Traces show ``name``. Does nothing outside of a recording.
     """
     if under_way is not None:
         under_way.program.spend(duration_s, name)
@@ -149,7 +149,7 @@ def _ranges_noted(program: GrowingProgram) -> Iterator[None]:
         return plain_enter(block)
 
     def leave(block: record_function, *error: Any) -> None:
-        if id(block) in entered:  # it may have been entered before the recording
+        if id(block) in entered:  # a block may have been entered before the recording
             program.end_range(entered.pop(id(block)))
         plain_exit(block, *error)
 
@@ -161,7 +161,7 @@ def _ranges_noted(program: GrowingProgram) -> Iterator[None]:
 
 
 def paused() -> Any:
-    """A context in which nothing is recorded, because the caller records the block as a whole."""
+    """Return a context manager that pauses recording, because the caller records the block as a whole."""
     return _switched_to(None)
 
 
@@ -217,7 +217,7 @@ class Recording:
             self.program.host_waits([stream], info.name, host)
 
     def _work_of(self, operation: Operation, outputs: Any, result: Result | None) -> Workload:
-        """The cost of an operation, cached by its signature; for shapes, ``result`` has it."""
+        """Return the cost of an operation, cached by its signature; for shapes, ``result`` has it."""
         info, args, kwargs = operation.info, operation.args, operation.kwargs
         if result is not None:
             work: Workload | None = result.work
@@ -234,7 +234,7 @@ class Recording:
         return known
 
     def record_stream(self, used: VirtualTensor, stream: torch.Stream) -> None:
-        """``used.record_stream(stream)``; nothing to do for a shape on the host."""
+        """Record ``used.record_stream(stream)``; do nothing for a shape on the host."""
         if gpu_of(used) is not None:
             self._accesses.record_stream(used, self.program.stream(used._gpu, stream.stream_id))
 
@@ -247,7 +247,7 @@ class Recording:
         read: Sequence[VirtualTensor],
         work: Workload,
     ) -> Enqueued:
-        """Launch one operation, or defer it. fuses: whether it can be fused with others."""
+        """Launch one operation, or defer it; ``fuses`` says whether it can be fused with others."""
         if not (fuses and (self._fuses or host.compiled)):
             operands = self._operands(name, read, host)
             work = work.with_current_tf32()
@@ -269,7 +269,7 @@ class Recording:
     # Copies
 
     def before_copy(self, source: torch.Tensor) -> torch.Tensor:
-        """What a copy reads: ``source``, or garbage if it hasn't been written yet; reports a race."""
+        """Return what a copy reads: ``source``, or garbage if it hasn't been written yet; report races."""
         if not isinstance(source, VirtualTensor) or gpu_of(source) is None:
             return source
         stream, host = self.call_sites.of("copy", source._gpu, note=False)
@@ -319,7 +319,7 @@ class Recording:
     def _stream_to_write(
         self, gpu: VirtualGPU, overwritten: Sequence[VirtualTensor]
     ) -> tuple[RecordedStream, HostThread]:
-        """The stream and the thread of a copy that overwrites these tensors."""
+        """Return the stream and the thread of a copy that overwrites these tensors."""
         stream, host = self.call_sites.of("copy", gpu)
         self._need_before(stream, host, [], overwritten)
         self._accesses.check("copy", [], overwritten, stream, host)
@@ -369,7 +369,7 @@ class Recording:
     def wait_for(self, done: Enqueued, gpu: VirtualGPU, by_host: bool = False) -> None:
         """Make the current stream of the GPU, or the host, wait for a collective.
 
-        It ends a compiled program: what's already enqueued on the stream doesn't wait.
+        The wait ends a compiled program: what's already enqueued on the stream doesn't wait.
         """
         current, host = self.call_sites.of("wait", gpu, note=False)
         if by_host:
@@ -379,9 +379,9 @@ class Recording:
             self.program.wait_operation(current, done)
 
     def wait_for_last_write(self, tensor: VirtualTensor) -> None:
-        """``wait_tensor``: make the current stream wait until the tensor has been written.
+        """Make the current stream wait until the tensor has been written, for ``wait_tensor``.
 
-        It's part of compiled programs, so operations are fused across it.
+        That's part of compiled programs, so operations are fused across it.
         """
         done = self._accesses.last_write(tensor) if gpu_of(tensor) is not None else None
         if done is not None:
@@ -403,12 +403,12 @@ class Recording:
         if self.program.several_streams:  # nothing fuses across streams
             writes = self._writes_of(_on_gpus((*read, *written)))
             self._need([write for write in writes if write and write.stream is not stream], host)
-        if written:  # deferred results in the rest of their blocks must not get lost
+        if written:  # deferred results in the rest of the written blocks must not get lost
             parts = [part for part in _on_gpus(written) if not is_whole(part)]
             self._need(self._writes_of(parts), host)
 
     def _operands(self, name: str, read: Sequence[VirtualTensor], host: HostThread) -> Operands:
-        """What an operation reads, and thus needs in memory; ``name`` identifies matrix products."""
+        """Return what an operation reads, and thus needs in memory; ``name`` identifies matmuls."""
         if not self.program.has_deferred:
             return UNKNOWN_OPERANDS
         on_gpus = _on_gpus(read)
@@ -416,7 +416,7 @@ class Recording:
         self._need(writes, host)
         writers = [None if write is None else write.event for write in writes]
         factors = None
-        # Without out=; a float8 product also has two scales.
+        # These have no out= argument; a float8 matmul also has two scales.
         if (name, len(on_gpus)) in (("mm", 2), ("_scaled_mm", 4)):
             left, right, *_ = on_gpus
             if left.layout is torch.strided and left.stride(1) == 1:
@@ -437,7 +437,7 @@ class Recording:
 
 
 def _elements_of(call: Call, made: Sequence[torch.Tensor]) -> Elements:
-    """How many elements this rank passes to a collective, and how many it gets."""
+    """Count the elements that this rank passes to a collective, and those that it gets."""
     sent, received = call.inputs, [*call.outputs, *made]
     dtypes = [tensor.dtype for tensor in (*sent, *received)]
     dtype = KINETO_DTYPES.get(dtypes[0], str(dtypes[0])) if dtypes else ""
@@ -449,11 +449,11 @@ def _numel(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _on_gpus(tensors: Iterable[VirtualTensor]) -> list[VirtualTensor]:
-    """Those on a GPU, without those on the host, such as scalars."""
+    """Return the tensors on a GPU, without those on the host, such as scalars."""
     return [tensor for tensor in tensors if isinstance(tensor._gpu, VirtualGPU)]
 
 
 def gpu_of(value: torch.Tensor) -> VirtualGPU | None:
-    """The GPU of a tensor; None for one on the host."""
+    """Return the GPU of a tensor; None for a tensor on the host."""
     gpu = getattr(value, "_gpu", None)
     return gpu if isinstance(gpu, VirtualGPU) else None

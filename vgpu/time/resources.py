@@ -2,7 +2,7 @@
 
 A resource, such as a GPU's multiprocessors or one direction of a link, does one thing at a time. A
 collective starts when all of its ranks are ready and its wires are free: each GPU has one outgoing and
-one incoming transfer at a time inside its host, and as many to other hosts. A message waits for its
+one incoming transfer at a time inside its host, and one of each to other hosts. A message waits for its
 receiver, as with NCCL. Ranks that aren't in the simulation are assumed to be ready as soon as the others.
 """
 
@@ -34,7 +34,7 @@ class Resource:
         self.ends: list[float] = []
 
     def free_from(self, ready_s: float, duration_s: float) -> float:
-        """The start of the first free interval of ``duration_s`` from ``ready_s`` on."""
+        """Return the start of the first free interval of ``duration_s`` from ``ready_s`` on."""
         starts, ends = self.starts, self.ends
         index = bisect.bisect_right(ends, ready_s)
         start_s = ready_s
@@ -44,29 +44,29 @@ class Resource:
         return start_s
 
     def free_at(self, ready_s: float) -> float:
-        """The first free time from ``ready_s`` on."""
+        """Return the first free time from ``ready_s`` on."""
         index = bisect.bisect_right(self.ends, ready_s)
         taken = index < len(self.starts) and self.starts[index] <= ready_s
         return self.ends[index] if taken else ready_s
 
     def worked_until(self, start_s: float, duration_s: float, lost: float = 1.0) -> float:
-        """The end of work that starts at ``start_s``, uses all free time and takes ``duration_s`` of it.
+        """Return the end of work that starts at ``start_s`` and takes ``duration_s`` of the free time.
 
-        lost: the fraction of its speed that it loses while the resource isn't free.
+        ``lost`` is the fraction of its speed that the work loses while the resource isn't free.
         """
         end_s = start_s + duration_s
         index = bisect.bisect_right(self.ends, start_s)
         while index < len(self.starts) and self.starts[index] < end_s:
             begin_s = max(start_s, self.starts[index])
             taken_s = self.ends[index] - begin_s
-            if end_s - begin_s <= taken_s * (1 - lost):  # it ends in this interval
+            if end_s - begin_s <= taken_s * (1 - lost):  # the work ends in this interval
                 return begin_s + (end_s - begin_s) / (1 - lost)
             end_s += taken_s * lost
             index += 1
         return end_s
 
     def delay(self, start_s: float, end_s: float) -> None:
-        """Do nothing between ``start_s`` and ``end_s``: work that was placed there is delayed.
+        """Do nothing between ``start_s`` and ``end_s``, which delays the work that was placed there.
 
         The delay is absorbed by later gaps. Work after a gap is delayed if the gap was too short.
         """
@@ -80,7 +80,7 @@ class Resource:
             ends[index] = ends.pop(index + 1) + late_s
 
     def place(self, ready_s: float, duration_s: float) -> float:
-        """Occupy the first free interval of ``duration_s`` from ``ready_s`` on; returns its start."""
+        """Occupy the first free interval of ``duration_s`` from ``ready_s`` on; return its start."""
         starts, ends = self.starts, self.ends
         start_s = self.free_from(ready_s, duration_s)
         index = bisect.bisect_right(ends, start_s)
@@ -101,9 +101,9 @@ class Processors:
     """The multiprocessors of a GPU.
 
     Kernels take turns. A kernel on a stream with priority overtakes others: it starts when it's ready,
-    and the running kernel ends later by its duration. (CUDA schedules its thread blocks first whenever a
-    running block ends, and a block takes far less time than a kernel; CUDA C++ programming guide, Stream
-    priorities.) All streams with priority are treated alike.
+    and the running kernel ends that much later. (CUDA schedules the prior kernel's thread blocks first
+    whenever a running block ends, and a block takes far less time than a kernel; CUDA C++ programming
+    guide, Stream priorities.) All streams with priority are treated alike.
 
     While a collective runs, kernels without priority lose a fraction of their speed. A kernel that was
     placed before the collective keeps its times.
@@ -112,7 +112,7 @@ class Processors:
     __slots__ = ("_collectives", "_lost", "_others", "_prior")
 
     def __init__(self, lost: float = 0.0) -> None:
-        """lost: the fraction of the multiprocessors that a collective occupies."""
+        """``lost`` is the fraction of the multiprocessors that a collective occupies."""
         self._prior = Resource()  # kernels with priority
         self._others = Resource()  # the rest, each including what overtook it
         self._collectives = Resource(), Resource()  # inside the host, and between hosts
@@ -120,7 +120,7 @@ class Processors:
 
     @property
     def busy_until_s(self) -> float:
-        """When the last kernel without priority ends; 0 if there is none."""
+        """The time at which the last kernel without priority ends; 0 if there is none."""
         ends = self._others.ends
         return ends[-1] if ends else 0.0
 
@@ -145,14 +145,14 @@ class Processors:
         return start_s, start_s + takes_s
 
     def note_collective(self, start_s: float, end_s: float, between_hosts: bool) -> None:
-        """A collective takes multiprocessors; those over the same links take turns."""
+        """Note that a collective takes multiprocessors; collectives over the same links take turns."""
         if self._lost:
             self._collectives[between_hosts].place(start_s, end_s - start_s)
 
     def place_prior(self, ready_s: float, duration_s: float) -> float:
-        """A kernel with priority takes its time; returns its start.
+        """Place a kernel with priority; return its start.
 
-        What has been placed and is not over by then ends later.
+        Kernels that have been placed and aren't over by then end later.
         """
         start_s = self._prior.place(ready_s, duration_s)
         self._others.delay(start_s, start_s + duration_s)
@@ -177,7 +177,7 @@ def place_together(resources: Sequence[Resource], ready_s: float, duration_s: fl
 
 @dataclass(eq=False, slots=True)
 class SimulatedStream:
-    """One stream: when it is free, and what is queued on it."""
+    """One stream, with the time at which it's free, and the work that's queued on it."""
 
     device: torch.device
     number: int
@@ -204,7 +204,7 @@ class Queues:
         self._woken: deque[SimulatedStream] = deque()
 
     def time_s(self, event: int) -> float:
-        """When an event happened."""
+        """Return the time at which an event happened."""
         time_s = self.happened_s[event]
         assert time_s is not None, f"event {event} has not happened"
         return time_s
@@ -219,11 +219,11 @@ class Queues:
             self._woken.extend(self._waiting.pop(event, ()))
 
     def wake_at(self, event: int, stream: SimulatedStream) -> None:
-        """The first item of a stream's queue waits for an event."""
+        """Let the first item of a stream's queue wait for an event."""
         self._waiting.setdefault(event, []).append(stream)
 
     def wake_later(self, stream: SimulatedStream) -> None:
-        """The first item of a stream's queue can run now."""
+        """Note that the first item of a stream's queue can run now."""
         self._woken.append(stream)
 
     def enqueue(self, streams: Sequence[SimulatedStream], run: Callable[[], bool]) -> None:
@@ -284,7 +284,7 @@ class Rendezvous:
         self._counts: Counter[Key] = Counter()
 
     def arrive(self, collective: PendingCollective) -> None:
-        """A rank is ready. Once all are, the collective starts, and its times are set on each side."""
+        """Note that a rank is ready. Once all are, the collective starts, and each side gets its times."""
         key = self._key(collective)
         sides = self._arrived.setdefault(key, [])
         if sides:
@@ -298,7 +298,7 @@ class Rendezvous:
                 side.simulator.wake_later(side.stream)
 
     def _key(self, collective: PendingCollective) -> Key:
-        """A key that's the same on all sides of a collective: a group's collectives are numbered."""
+        """Return a key that all sides of a collective share: a group's collectives are numbered."""
         step, rank = collective.step, collective.simulator.rank
         ends = sorted(step.ranks)
         if step.name == "send":
@@ -327,7 +327,7 @@ def _start(sides: list[PendingCollective]) -> None:
 
 
 def _check_alike(one: PendingCollective, other: PendingCollective) -> None:
-    """ValueError if two ranks call different collectives."""
+    """Raise ValueError if two ranks call different collectives."""
     first, second = one.step, other.step
     same_name = {first.name, second.name} == {"send", "recv"} or first.name == second.name
     same_size = first.size_bytes == second.size_bytes or first.name == "all_to_all"

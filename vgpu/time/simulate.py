@@ -1,4 +1,4 @@
-"""From steps to a timeline: alone, with other costs (``replay``), or several ranks together (``joined``)."""
+"""Turns steps into a timeline: with other costs (``replay``), or for several ranks (``joined``)."""
 
 import gc
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,21 +32,21 @@ def rarely_collected() -> Iterator[None]:
 
 
 def simulate(programs: Sequence[Program]) -> Timeline:
-    """The timeline of one program, or of several ranks' programs together (see ``joined``)."""
+    """Return the timeline of one program, or of several ranks' programs together (see ``joined``)."""
     return _alone(programs[0]) if len(programs) == 1 else _together(programs)
 
 
 def replay(timeline: Timeline, **changes: Any) -> Timeline:
     """Simulate the same operations again, with other costs.
 
-    changes: fields of CostModel by name, such as ``arithmetic_share=0.3``, ``link="PCIe 4"`` or
-    ``network="Ethernet 100"``; ``gpu``, a preset or a GPUSpec, for another GPU, with its own link unless
+    ``changes`` are fields of CostModel by name, such as ``arithmetic_share=0.3``, ``link="PCIe 4"`` or
+    ``network="Ethernet 100"``; ``gpu``, a preset or a GPUSpec, sets another GPU, with its own link unless
     one is given. Without changes, the new timeline is identical, bit for bit.
 
     Decisions that the program based on times (``stream.query()``) stay as recorded, and so do races, the
     attention kernel chosen on the recorded GPU (an older GPU may only have a slower one), and which
     operations were fused; for a program with fused operations, ``async_tp`` can be changed.
-    ValueError for a timeline that wasn't recorded with ``record()``.
+    Raises ValueError for a timeline that wasn't recorded with ``record()``.
     """
     if "fuses" in changes:
         raise ValueError(
@@ -63,7 +63,7 @@ def replay(timeline: Timeline, **changes: Any) -> Timeline:
 def replay_beside(timeline: Timeline, others: Iterable[TraceEvent]) -> Timeline:
     """Replay what one rank did while earlier collectives of its GPU are still running.
 
-    others: those collectives; their times are seconds since the start of the timeline, and can be
+    ``others`` are those collectives; their times are seconds since the start of the timeline, and can be
     negative. Their device is ignored: they can come from the recording of an equivalent rank.
     """
     (program,) = timeline.programs
@@ -71,15 +71,15 @@ def replay_beside(timeline: Timeline, others: Iterable[TraceEvent]) -> Timeline:
 
 
 def joined(timelines: Sequence[Timeline]) -> Timeline:
-    """One timeline of ranks that were recorded separately, including the times they wait for each other.
+    """Join the timelines of ranks that were recorded separately, including their waits for each other.
 
     Their clocks start together and synchronize at collectives and messages: each starts when all of its
     recorded ranks are ready; ranks without a recording are assumed to be ready, too. So it's enough to
     record one of several equivalent ranks, but a message needs both sender and receiver. The ranks
     become the timeline's devices, in order of rank: ``timeline.ranks[k]`` is ``vgpu:k``.
 
-    ValueError if there are no recordings, several of one rank, a message from or to a rank without one,
-    or calls that don't match. Deadlock says who waits for whom.
+    Raises ValueError if there are no recordings, several of one rank, a message from or to a rank without
+    one, or calls that don't match. Raises Deadlock, which says which ranks wait for which.
     """
     return _together([program for timeline in timelines for program in timeline.programs])
 
@@ -138,8 +138,8 @@ def _together(programs: Sequence[Program]) -> Timeline:
 def _run_all(runs: dict[Simulator, Iterator[None]]) -> None:
     """Simulate each rank until it has to wait for another, then switch to the next.
 
-    If all ranks reach their collectives in the same order, each rank's steps are simulated in the order
-    in which they'd be alone. Otherwise one rank's host runs ahead and launches more.
+    If all ranks reach their collectives in the same order, each rank's steps are simulated in the same
+    order as if it were alone. Otherwise, one rank's host runs ahead and launches more.
     """
     going = dict(runs)
     while able := [simulator for simulator in going if not simulator.host_waits]:

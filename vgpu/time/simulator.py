@@ -1,4 +1,4 @@
-"""Simulates one process: what its threads and streams do when.
+"""Simulates one process: what its threads and streams do, and when.
 
 The host needs a few microseconds to launch an operation. The operation starts on its stream when the
 host has launched it, the stream is free, and the events it waits for have happened. A copy between GPUs
@@ -50,7 +50,7 @@ from vgpu.time.timeline import HOST, HostRange, TraceEvent
 
 @dataclass(slots=True)
 class SimulatedThread:
-    """One host thread: its current time, and how long it takes to launch an operation."""
+    """One host thread, with its current time, and the time that it takes to launch an operation."""
 
     number: int
     now_s: float
@@ -69,9 +69,9 @@ class Simulator(Queues):
         rendezvous: Rendezvous | None = None,
         position: int | None = None,
     ) -> None:
-        """rendezvous: where ranks wait for each other; by default, this rank is alone.
+        """``rendezvous`` is where ranks wait for each other; by default, this rank is alone.
 
-        position: in a timeline of several ranks, the number of this rank's only GPU and of its host.
+        In a timeline of several ranks, ``position`` is the number of this rank's only GPU and of its host.
         """
         super().__init__()
         self.costs = costs
@@ -86,7 +86,7 @@ class Simulator(Queues):
         self._awaited: int | None = None  # the event for which the host waits
         self._processors: dict[int, Processors] = {}
         self._links: dict[tuple[int | None, ...], Resource] = {}
-        # Of a GPU: inside its host or out of it, and out of or into the GPU.
+        # The keys are a GPU, whether the wire leads to other hosts, and the direction as seen from the GPU.
         self._wires: dict[tuple[int, bool, str], Resource] = {}
         self._durations_s: dict[Workload, float] = {}
         self._handlers: dict[type, Callable[..., object]] = {
@@ -113,7 +113,7 @@ class Simulator(Queues):
             handlers[type(step)](step)
 
     def run_beside_others(self, steps: Iterable[ProgramStep]) -> Iterator[None]:
-        """Simulate all steps; yields when a collective or the host has to wait for other ranks."""
+        """Simulate all steps; yield when a collective or the host has to wait for other ranks."""
         handlers = self._handlers
         for step in steps:
             kind = type(step)
@@ -132,7 +132,7 @@ class Simulator(Queues):
         return self._awaited is not None and self.happened_s[self._awaited] is None
 
     def end(self) -> tuple[float, float]:
-        """Seconds until the main thread has finished, and until everything has."""
+        """Return the seconds until the main thread has finished, and until everything has."""
         host_s = self.threads[0].now_s if self.threads else 0.0
         return host_s, max([host_s, *(stream.free_s for stream in self.streams)])
 
@@ -275,7 +275,7 @@ class Simulator(Queues):
         return True
 
     def _overtake(self, stream: SimulatedStream, ready_s: float, duration_s: float) -> float:
-        """Run a kernel ahead of those on streams without priority; returns its start."""
+        """Run a kernel ahead of those on streams without priority; return its start."""
         compute = stream.compute
         busy_until_s = compute.busy_until_s
         start_s = compute.place_prior(ready_s, duration_s)
@@ -312,7 +312,7 @@ class Simulator(Queues):
     def _transfer(
         self, streams: Sequence[SimulatedStream], traced: TraceEvent, link: Resource | None = None
     ) -> None:
-        """Occupy all of the streams, and the link. traced: its start is 0, its end the duration."""
+        """Occupy all of the streams, and the link; ``traced`` starts at 0 and ends after the duration."""
         event, duration_s = self.begin_event(), traced.end_s
 
         def run() -> bool:
@@ -326,7 +326,7 @@ class Simulator(Queues):
         self.enqueue(streams, run)
 
     def _link(self, source: SimulatedStream | None, target: SimulatedStream | None) -> Resource:
-        """The link from one device to another; copies in one direction take turns on it."""
+        """Return the link from one device to another; copies in one direction take turns on it."""
         key = tuple(end.device.index if end else None for end in (source, target))
         return self._links.setdefault(key, Resource())
 
@@ -355,7 +355,7 @@ class Simulator(Queues):
         return collective.has_ended
 
     def wires(self, gpu: int, step: GroupCollective | TraceEvent) -> list[Resource]:
-        """What a collective occupies of this rank: its GPU's outgoing or incoming link, or both."""
+        """Return the wires that a collective occupies: this GPU's outgoing or incoming link, or both."""
         between = self._is_between_hosts(step.ranks)
         ways = {"send": ("out",), "recv": ("in",)}.get(step.name, ("out", "in"))
         return [self._wires.setdefault((gpu, between, way), Resource()) for way in ways]
@@ -379,7 +379,7 @@ class Simulator(Queues):
         self._finish([stream], traced, collective.event)
 
     def _take_processors(self, compute: Processors, traced: TraceEvent) -> None:
-        """A collective takes multiprocessors from concurrent kernels."""
+        """Let a collective take multiprocessors from concurrent kernels."""
         if traced.name not in ("send", "recv", "permute"):  # copy engines do those
             between = self._is_between_hosts(traced.ranks)
             compute.note_collective(max(0.0, traced.start_s), traced.end_s, between)
@@ -394,7 +394,7 @@ def _traced(
     end_s: float,
     thread: SimulatedThread,
 ) -> TraceEvent:
-    """What's known about a copy or a collective before it starts."""
+    """Return what's known about a copy or a collective before it starts."""
     return TraceEvent(
         name=step.name,
         kind=kind,

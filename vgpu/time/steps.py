@@ -22,7 +22,7 @@ class Issuer(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """The factors of a matrix product whose left factor is stored in row-major order."""
+    """The factors of a matmul whose left factor is stored in row-major order."""
 
     left: int | None  # the event that wrote it; None if that was before the recording
     left_bytes: int
@@ -30,7 +30,7 @@ class Factors(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What an operation reads; only known if operations are fused."""
+    """What an operation reads, which is only known if operations are fused."""
 
     writers: tuple[int, ...] = ()  # the events that wrote its inputs
     moves: bool = False  # whether the operation only reorders it
@@ -146,7 +146,7 @@ class GroupCollective(NamedTuple):
 class RecordEvent(NamedTuple):
     """An event that happens once everything enqueued on a stream has finished.
 
-    If a thread is given, not before that thread gets here.
+    If a thread is given, it doesn't happen before that thread gets here.
     """
 
     stream: int
@@ -175,7 +175,7 @@ class QueryEvent(NamedTuple):
     event: int
 
 
-# If elementwise operations are fused, there are four more, which a pass replaces.
+# If elementwise operations are fused, there are four more kinds of steps, which a pass replaces.
 
 
 class Read(NamedTuple):
@@ -205,7 +205,7 @@ class NeedResults(NamedTuple):
 
 
 class GraphBreak(NamedTuple):
-    """A compiled program ends: what's deferred on a stream, or on all if None, is launched."""
+    """A compiled program ends, and what's deferred on a stream, or on all if None, is launched."""
 
     stream: int | None
     by: Issuer

@@ -44,7 +44,7 @@ class Stream(torch.Stream):
 
     @property
     def priority(self) -> int:
-        """0, or negative if the stream's kernels overtake those of others, as in CUDA."""
+        """The priority: 0, or negative if the stream's kernels overtake those of others, as in CUDA."""
         return gpus.stream_priorities.get(self.stream_id, 0)
 
     def query(self) -> bool:
@@ -136,7 +136,7 @@ class Event(torch.Event):
             program.host_waits_for_event(self._recorded)
 
     def elapsed_time(self, end_event: "Event") -> float:  # type: ignore[override]
-        """Milliseconds between two events, in virtual time if they belong to a recording."""
+        """Return the milliseconds between two events, in virtual time if they belong to a recording."""
         if not (self._enable_timing and end_event._enable_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if not (self._is_recorded and end_event._is_recorded):
@@ -156,7 +156,7 @@ class Event(torch.Event):
 
     @property
     def _recording(self) -> object:
-        """Identifies the recording whose virtual time it is; None for the host's time."""
+        """Identifies the recording in whose virtual time the event happened; None for the host's time."""
         return None if self._recorded is None else self._recorded.recording
 
     def _time_s(self) -> float:
@@ -178,12 +178,12 @@ def _index(device: Any) -> int:
 
 
 def default_stream(device: Any = None) -> Stream:
-    """The default stream of a device."""
+    """Return the default stream of a device."""
     return Stream(_index(device), stream_id=0)
 
 
 def current_stream(device: Any = None) -> Stream:
-    """The current stream of a device in this thread."""
+    """Return the current stream of a device in this thread."""
     index = _index(device)
     return set_streams().get(index) or Stream(index, stream_id=current_stream_number(index))
 
@@ -197,7 +197,7 @@ def set_stream(stream: Stream) -> None:
 
 
 def _program() -> GrowingProgram | None:
-    """The program of the active recording, if any."""
+    """Return the program of the active recording, if any."""
     return None if recording.under_way is None else recording.under_way.program
 
 
@@ -206,7 +206,7 @@ def _recorded(stream: torch.Stream, program: GrowingProgram) -> RecordedStream:
 
 
 def make_stream(*args: Any, **kwargs: Any) -> torch.Stream:
-    """``torch.Stream(device, priority)`` while virtual GPUs are enabled."""
+    """Create what ``torch.Stream(device, priority)`` returns while virtual GPUs are enabled."""
     device = args[0] if args else kwargs.get("device")
     if "stream_id" in kwargs or not _is_virtual(device):
         return _PlainStream(*args, **kwargs)
@@ -214,12 +214,12 @@ def make_stream(*args: Any, **kwargs: Any) -> torch.Stream:
 
 
 def make_event(device: Any = None, **options: Any) -> torch.Event:
-    """``torch.Event(device, enable_timing=...)`` while virtual GPUs are enabled."""
+    """Create what ``torch.Event(device, enable_timing=...)`` returns while virtual GPUs are enabled."""
     return Event(**options) if _is_virtual(device) else _PlainEvent(device, **options)
 
 
 def _is_virtual(device: Any) -> bool:
-    """No device, or a number, means the accelerator: a virtual GPU."""
+    """Whether a device is a virtual GPU; no device, or a number, means the accelerator, which is one."""
     if device is None or isinstance(device, int):
         return True
     return gpus.resolve(torch.device(device)) is not None

@@ -1,4 +1,4 @@
-"""The result of a simulation: what ran where and when. Figures and reports only read it."""
+"""The result of a simulation: what ran where, and when. Figures and reports only read it."""
 
 import functools
 import json
@@ -34,8 +34,8 @@ class TraceEvent(NamedTuple):
     size_bytes: int = 0  # what it reads and writes; for a copy, what it moves
     source: torch.device | None = None  # of a copy
     target: torch.device | None = None
-    # Of a collective of a process group: its ranks, the link or network it uses, when this rank was
-    # ready (it starts when all ranks are), and the group.
+    # For a collective of a process group, its ranks, the link or network it uses, when this rank was
+    # ready (the collective starts when all ranks are), and the group.
     ranks: tuple[int, ...] = ()
     link: str = ""
     ready_s: float | None = None
@@ -50,7 +50,7 @@ class TraceEvent(NamedTuple):
 
     @property
     def waited_s(self) -> float:
-        """How long a collective of a process group waited for other ranks, or for its link."""
+        """The time that a collective of a process group waited for other ranks, or for its link."""
         return 0.0 if self.ready_s is None else self.start_s - self.ready_s
 
     @property
@@ -95,8 +95,8 @@ class Race:
 class FreedInUse(Race):
     """Memory of ``operation`` is freed while another stream may still use it.
 
-    The caching allocator reuses it on ``stream``, where it was allocated, and only knows about other
-    streams from ``record_stream``.
+    The caching allocator reuses the memory on ``stream``, where it was allocated, and only knows about
+    other streams from ``record_stream``.
     """
 
     def __str__(self) -> str:
@@ -118,30 +118,30 @@ class Timeline:
     races: list[Race] = field(default_factory=list)
     makespan_s: float = 0.0  # until host, kernels and copies have all finished
     host_s: float = 0.0  # until the host has finished; what a clock without synchronize measures
-    # For joined ranks: the rank of each of the devices. For a single rank: one number.
+    # For joined ranks, the rank of each of the devices; for a single rank, one number.
     ranks: list[int] = field(default_factory=lambda: [0])
     programs: tuple[Program, ...] = field(default=(), repr=False)  # what replay() simulates again
     host_ranges: list[HostRange] = field(default_factory=list)  # by their end
 
     def busy_s(self, device: torch.device | str) -> float:
-        """Seconds during which at least one kernel ran on ``device``; copies don't count."""
+        """Return the seconds during which at least one kernel ran on ``device``; copies don't count."""
         return covered_s(e for e in self.of(device) if e.kind == "kernel")
 
     def copying_s(self, device: torch.device | str) -> float:
-        """Seconds during which ``device`` sent or received data, in a copy or a collective."""
+        """Return the seconds during which ``device`` sent or received data in copies or collectives."""
         return covered_s(e for e in self.of(device) if e.kind in ("copy", "collective"))
 
     def utilization(self, device: torch.device | str) -> float:
-        """The fraction of the makespan during which ``device`` computed."""
+        """Return the fraction of the makespan during which ``device`` computed."""
         return self.busy_s(device) / self.makespan_s if self.makespan_s else 0.0
 
     def of(self, device: torch.device | str) -> list[TraceEvent]:
-        """The events of one device, in order of their start."""
+        """Return the events of one device, in order of their start."""
         wanted = torch.device(device)
         return [event for event in self.events if event.device == wanted]
 
     def streams(self, device: torch.device | str) -> list[int]:
-        """The streams of a device that were used."""
+        """Return the streams of a device that were used."""
         return sorted({event.stream for event in self.of(device)})
 
     @property
@@ -152,8 +152,8 @@ class Timeline:
         """Write JSON in the format of ``torch.profiler`` (Kineto's), with virtual times.
 
         https://ui.perfetto.dev opens it, and so does Holistic Trace Analysis, which expects one file per
-        rank. rank: the rank to write; by default all of them. ValueError for a rank that isn't in the
-        timeline.
+        rank. ``rank`` is the rank to write; by default, all of them are written. Raises ValueError for a
+        rank that isn't in the timeline.
         """
         if rank is not None and rank not in self.ranks:
             raise ValueError(
@@ -172,7 +172,7 @@ class Timeline:
 
 
 def in_order(events: Iterable[TraceEvent]) -> list[TraceEvent]:
-    """By start, device and stream."""
+    """Sort events by start, device and stream."""
     return sorted(events, key=lambda e: (e.start_s, _name(e.device), e.stream, e.launch_s))
 
 
@@ -180,12 +180,12 @@ _name = functools.cache(str)  # of a device; cached because there are many event
 
 
 def covered_s(events: Iterable[TraceEvent]) -> float:
-    """The length of the union of the events' intervals."""
+    """Return the length of the union of the events' intervals."""
     return union_s((event.start_s, event.end_s) for event in events)
 
 
 def union_s(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of intervals, each a start and an end."""
+    """Return the length of the union of intervals, each of which is a start and an end."""
     total_s, until_s = 0.0, float("-inf")
     for start_s, end_s in sorted(intervals):
         if end_s > until_s:

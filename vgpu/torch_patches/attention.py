@@ -2,10 +2,10 @@
 
 C++ chooses the kernel by device type, and doesn't know ours. This file chooses as for CUDA: the first
 kernel, in torch's order, that's enabled (``torch.nn.attention.sdpa_kernel``) and supports the inputs on
-this GPU; otherwise it raises an error. On an A100, that's flash attention for float16 and bfloat16 without
-a mask, memory-efficient attention for float32 and masks, and the math implementation for float64. In place
-of cuDNN's kernel, one of the other two runs, which save as many bytes. Whatever the CPU's fused kernel
-doesn't support, such as dropout, is computed unfused.
+this GPU; if there's none, it raises an error. On an A100, that's flash attention for float16 and bfloat16
+without a mask, memory-efficient attention for float32 and masks, and the math implementation for float64.
+In place of cuDNN's kernel, one of the other two runs, which save the same number of bytes. Inputs that the
+CPU's fused kernel doesn't support, for example because of dropout, are computed unfused.
 """
 
 import functools
@@ -31,7 +31,7 @@ _IS_ENABLED = {
 
 
 def install(changes: Changes) -> None:
-    # CausalBias overrides it by this name; torch._C._nn has the C++ function.
+    # CausalBias overrides the function by this name; torch._C._nn has the C++ function.
     changes.wrap_function("scaled_dot_product_attention", _fused, F, torch._C._nn)
 
 
@@ -69,7 +69,7 @@ def _fused(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         if not query.dtype == key.dtype == value.dtype or (attn_mask is not None and is_causal):
             return unfused()  # which raises torch's error
         parts = [query, key, value]
-        if enable_gqa and query.size(-3) != key.size(-3):  # equal numbers of heads are not copied
+        if enable_gqa and query.size(-3) != key.size(-3):  # heads in the same number aren't copied
             groups = query.size(-3) // key.size(-3)
             parts[1:] = [part.repeat_interleave(groups, -3) for part in parts[1:]]
         chosen = _choose(parts, attn_mask, is_causal)
@@ -88,9 +88,9 @@ def _fused(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _choose(parts: list[torch.Tensor], mask: torch.Tensor | None, is_causal: bool) -> SDPBackend:
-    """CUDA's choice: select_sdp_backend in ATen/native/transformers/cuda/sdp_utils.cpp.
+    """Choose as select_sdp_backend does (ATen/native/transformers/cuda/sdp_utils.cpp).
 
-    RuntimeError, as on CUDA, if no enabled kernel supports the inputs.
+    Raises RuntimeError, as on CUDA, if no enabled kernel supports the inputs.
     """
     gpu = gpus.resolve(parts[0].device)
     assert gpu is not None, "attention of tensors that aren't on a virtual GPU"
@@ -119,7 +119,7 @@ def _choose(parts: list[torch.Tensor], mask: torch.Tensor | None, is_causal: boo
 
 
 def _are_regular(parts: list[torch.Tensor]) -> bool:
-    """The requirements of every fused kernel."""
+    """Whether the inputs meet the requirements of every fused kernel."""
     query, key, value = parts
     return (
         all(part.dim() == 4 and part.layout is torch.strided for part in parts)
@@ -181,7 +181,7 @@ def _has_cpu_kernel(parts: list[torch.Tensor], mask: torch.Tensor | None, dropou
 
 
 def _bias(mask: torch.Tensor | None, parts: list[torch.Tensor]) -> torch.Tensor | None:
-    """The bias that's added to the scores; a boolean mask excludes where it's False."""
+    """Return the bias that's added to the scores; a boolean mask excludes positions where it's False."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     bias = torch.zeros_like(mask, dtype=parts[0].dtype)

@@ -2,14 +2,15 @@
 
 TorchInductor can't generate code for virtual GPUs, and TorchDynamo doesn't trace through their
 tensors. So a call that computes on virtual GPUs runs the original function, with the same results
-as without ``torch.compile``; a recording of virtual time counts it, and its backward, as compiled
-(vgpu/time/compiler_passes.py). ``torch.compiler.is_compiling()`` is False in it. A call with only
-CPU tensors is compiled as usual.
+as without ``torch.compile``. The first such call warns, and a recording of virtual time counts the
+call and its backward as compiled (vgpu/time/compiler_passes.py); neither happens with the backends
+"eager" and "aot_eager", which don't fuse operators. ``torch.compiler.is_compiling()`` is False
+during the call. A call with only CPU tensors is compiled as usual.
 
 Whether a call computes on virtual GPUs is determined from its arguments, from the module or object
 that it's a method of, and from the variables that the function uses: their tensors, devices,
-modules, optimizers and other objects, a few levels deep. If no tensor is found, the original
-function runs.
+modules, optimizers and other objects, a few levels deep. If no tensor or device is found, the
+original function runs.
 """
 
 import functools
@@ -26,7 +27,7 @@ from vgpu.tensor.tensor import VirtualTensor
 from vgpu.time.recording import compiled as counted_as_compiled
 from vgpu.torch_patches.undo import Changes
 
-# Backends that run a graph's operators one by one, on GPUs as well.
+# Backends that run a graph's operators one by one, also on GPUs.
 _AS_THEY_ARE = ("eager", "aot_eager")
 
 _has_said = False
@@ -80,9 +81,9 @@ class _Context:
 def _by_device(
     compiled: Callable[..., Any], plain: Callable[..., Any], fuses: bool
 ) -> Callable[..., Any]:
-    """A function that calls ``plain`` if it computes on virtual GPUs, and otherwise ``compiled``."""
+    """Return a function that calls ``plain`` if that computes on virtual GPUs, else ``compiled``."""
 
-    # With the attributes of ``compiled``, by which Dynamo finds the function inside another call.
+    # It has the attributes of ``compiled``, by which Dynamo finds the function inside another call.
     @functools.wraps(compiled)
     def by_device(*args: Any, **kwargs: Any) -> Any:
         if not _is_virtual_call(plain, args, kwargs):
@@ -124,7 +125,7 @@ def _is_virtual_call(function: Callable[..., Any], args: Any, kwargs: Any) -> bo
 
 
 def _places(value: Any, depth: int, seen: set[int]) -> Iterator[bool]:
-    """For each tensor and device found in ``value``, whether it's on, or is, a virtual GPU."""
+    """Yield, for each tensor and device found in ``value``, whether it's on, or is, a virtual GPU."""
     if isinstance(value, torch.Tensor):
         yield isinstance(value, VirtualTensor) or is_virtual_device(value.device)
     elif isinstance(value, torch.device):
@@ -139,7 +140,7 @@ def _places(value: Any, depth: int, seen: set[int]) -> Iterator[bool]:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """Where else to look for tensors."""
+    """Return the values inside of ``value`` in which to look for tensors and devices."""
     if isinstance(value, torch.nn.Module):
         return (*value.parameters(), *value.buffers())
     if isinstance(value, Mapping):
@@ -158,7 +159,10 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _variables(function: FunctionType) -> Iterator[Any]:
-    """The values of a function's nonlocal and global variables, and its constants."""
+    """Yield the values of a function's defaults, nonlocal and global variables, and string constants.
+
+    For global variables and constants, this includes the functions defined inside it.
+    """
     yield from function.__defaults__ or ()
     for cell in function.__closure__ or ():
         if cell != _EMPTY_CELL:

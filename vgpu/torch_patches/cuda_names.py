@@ -27,9 +27,9 @@ def install(changes: Changes) -> None:
     changes.set(device_module, "is_current_stream_capturing", lambda: False)
     changes.set(device_module, "get_arch_list", _get_arch_list)
     _complete(device_module, torch.cuda, changes)
-    if dist.is_available() and dist.is_nccl_available():  # torch's own; asking needs no GPU
+    if dist.is_available() and dist.is_nccl_available():  # torch's own function; it needs no GPU
         changes.set(vars(device_module)["nccl"], "version", torch.cuda.nccl.version)
-    # Private, but tests of streams call it.
+    # The function is private, but tests of streams call it.
     changes.item(vars(device_module), "_sleep", _refusing(f"{torch.cuda.__name__}._sleep", None))
     changes.wrap(torch.amp.GradScaler, "__init__", _for_virtual_gpus)
     # torch.testing uses these names to run CUDA tests on separate streams.
@@ -63,8 +63,8 @@ def _complete(
 ) -> None:
     """Give a module of ``torch.vgpu`` the names that only its counterpart in ``torch.cuda`` has.
 
-    around: what the modules around it have for an object of ``torch.cuda``, by the object's id:
-    ``torch.cuda.amp.autocast_mode.autocast`` is ``torch.cuda.amp.autocast``.
+    ``around`` maps the id of an object in ``torch.cuda`` to its counterpart in an enclosing module,
+    since ``torch.cuda.amp.autocast_mode.autocast`` is ``torch.cuda.amp.autocast``.
     """
     known = dict(around or {})
     known |= {id(there): vars(ours)[name] for name, there in _public(theirs) if name in vars(ours)}
@@ -83,7 +83,7 @@ def _complete(
 
 
 def _public(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """torch's own classes, functions and modules in a module, without tensor types."""
+    """Yield torch's own classes, functions and modules in a module, without tensor types."""
     for name, value in list(vars(module).items()):
         if name.startswith("_") or name.endswith("Tensor"):
             continue

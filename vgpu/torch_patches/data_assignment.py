@@ -21,7 +21,7 @@ def install(changes: Changes) -> None:
 
 
 def data_across_devices(plain: Any) -> property:
-    """The property ``Tensor.data``, also for virtual tensors."""
+    """Return the property ``Tensor.data``, extended to virtual tensors."""
 
     def set(tensor: torch.Tensor, source: torch.Tensor) -> None:
         if _of_other_kind(tensor, source):
@@ -36,16 +36,16 @@ def data_across_devices(plain: Any) -> property:
             for name in HELD:
                 setattr(tensor, name, getattr(source, name))
             if type(tensor) is VirtualTensor:
-                # The same memory, but changing one tensor's shape later doesn't affect the other's.
+                # They share memory, but changing one tensor's shape later doesn't affect the other's.
                 tensor._inner = source._inner.detach()
 
     return property(plain.__get__, set)
 
 
 def has_compatible_type(plain: Callable[..., bool]) -> Callable[..., bool]:
-    """Whether ``input.data = from_`` works; torch checks that before it moves a module's parameters."""
+    """Wrap the check whether ``input.data = from_`` works, which precedes moving a module's parameters."""
 
-    # Parameters must have the same names as torch's: torch.compile compares the signatures.
+    # The parameters must have torch's names: torch.compile compares the signatures.
     def _has_compatible_shallow_copy_type(input: torch.Tensor, from_: torch.Tensor) -> bool:
         if _of_other_kind(input, from_):
             return input.layout is torch.strided and from_.layout is torch.strided
@@ -57,14 +57,14 @@ def has_compatible_type(plain: Callable[..., bool]) -> Callable[..., bool]:
 def _of_other_kind(tensor: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether C++ considers the tensors to be of different types."""
     if isinstance(tensor, VirtualTensor) and isinstance(source, VirtualTensor):
-        # Keys differ for a shape on the host, and for inference tensors.
+        # The keys differ for a shape on the host, and for inference tensors.
         strided = tensor.layout is source.layout is torch.strided
         return strided and _keys(tensor) != _keys(source)
     return isinstance(tensor, VirtualTensor) != isinstance(source, VirtualTensor)
 
 
 def _keys(tensor: torch.Tensor) -> int:
-    """The dispatch keys by which C++ compares two tensors, without those that it can change."""
+    """Return the dispatch keys by which C++ compares two tensors, without those that it can change."""
     keys = torch._C._dispatch_keys(tensor)
     for mark in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative):
         keys = keys.remove(mark)
@@ -76,7 +76,7 @@ def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
 
     The two are of different kinds: only one is virtual, or a shape on the host, or an inference tensor.
     ``requires_grad`` and other attributes are kept; the gradient is moved to the same device.
-    RuntimeError if ``tensor`` isn't a leaf.
+    Raises RuntimeError if ``tensor`` isn't a leaf.
     """
     if not tensor.is_leaf:
         raise RuntimeError(
@@ -101,9 +101,9 @@ def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _swap(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Exchange the contents of two tensors; if that fails, they're unchanged."""
+    """Exchange the contents of two tensors; if that fails, both are unchanged."""
     content: Any = source.data.requires_grad_(tensor.requires_grad)
-    if not content.is_inference() and not tensor.is_inference():  # the count of changes stays
+    if not content.is_inference() and not tensor.is_inference():  # keep the version counter
         torch._C._increment_version([content] * tensor._version)
     node = _accumulates(tensor) if tensor.requires_grad and not tensor.is_inference() else None
     attributes = {name: value for name, value in vars(tensor).items() if name not in HELD}
@@ -142,13 +142,13 @@ def _swap(tensor: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _accumulates(tensor: torch.Tensor) -> Node:
-    """The node that accumulates the tensor's gradient in existing graphs."""
+    """Return the node that accumulates the tensor's gradient in existing graphs."""
     with torch.inference_mode(False):
         return torch.autograd.graph.get_gradient_edge(tensor).node
 
 
 def _refuse_backward(node: Node) -> None:
-    """Existing graphs would accumulate their gradient into the old contents, which nobody sees."""
+    """Make existing graphs raise an error: they'd accumulate gradients into the old, unused contents."""
 
     def refuse(grad_outputs: Any) -> None:
         raise RuntimeError(

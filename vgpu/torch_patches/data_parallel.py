@@ -33,7 +33,7 @@ def install(changes: Changes) -> None:
     changes.set(torch.nn.parallel._functions, "_get_stream", copy_stream)
     parallel_apply = recording.sharing_the_interpreter(torch.nn.parallel.parallel_apply)
     changes.set(torch.nn.parallel, "parallel_apply", parallel_apply)
-    # Unlike the rest of torch.nn.parallel, it uses torch.cuda's function, which takes no other devices.
+    # Unlike the rest of torch.nn.parallel, this uses torch.cuda's function, which takes no other devices.
     module = sys.modules["torch.nn.parallel.parallel_apply"]
     changes.set(module, "_get_device_index", torch._utils._get_device_index)
     for name in ("data_parallel", "parallel_apply"):
@@ -42,9 +42,9 @@ def install(changes: Changes) -> None:
 
 
 def nccl_is_available(plain: Callable[..., bool]) -> Callable[..., bool]:
-    """``torch.cuda.nccl.is_available``: False for virtual tensors.
+    """Wrap ``torch.cuda.nccl.is_available``, so that it returns False for virtual tensors.
 
-    torch's own warns if it was built without NCCL.
+    torch's own function warns if torch was built without NCCL.
     """
 
     def is_available(tensors: Iterable[object]) -> bool:
@@ -56,7 +56,7 @@ def nccl_is_available(plain: Callable[..., bool]) -> Callable[..., bool]:
 
 @functools.cache
 def copy_stream(device: torch.device) -> torch.Stream | None:
-    """A device's background stream for copies from the CPU, in ``torch.nn.parallel._functions``."""
+    """Return a device's background stream for copies from the CPU (``torch.nn.parallel._functions``)."""
     return None if device.type == "cpu" else device_module.Stream(device)
 
 
@@ -67,9 +67,9 @@ def scatter(
     dim: int = 0,
     streams: Any = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Chunks of ``tensor`` along ``dim``, one per device; fewer if the dimension is too small.
+    """Split ``tensor`` along ``dim`` into one chunk per device; fewer if the dimension is too small.
 
-    streams: the streams for the copies, one per device, None for the current one. The host doesn't wait.
+    ``streams`` has the stream for each device's copy, None for the current one. The host doesn't wait.
     """
     tensor = _handle_complex(tensor)
     targets = [_device(d) for d in devices]
@@ -85,7 +85,7 @@ def scatter(
 
 
 def gather(tensors: Sequence[torch.Tensor], dim: int = 0, destination: Any = None) -> torch.Tensor:
-    """The tensors concatenated along ``dim`` on ``destination``; -1 is the CPU.
+    """Concatenate the tensors along ``dim`` on ``destination``; -1 is the CPU.
 
     Each tensor is copied directly into the result, so there's no second copy on that device.
     """
@@ -111,7 +111,7 @@ def gather(tensors: Sequence[torch.Tensor], dim: int = 0, destination: Any = Non
 def broadcast_coalesced(
     tensors: Sequence[torch.Tensor], devices: Any, buffer_size: int = 10485760
 ) -> list[list[torch.Tensor]]:
-    """The tensors on every device: copies, except on their own device.
+    """Return the tensors on every device: copies, except on their own device.
 
     The copies have no autograd history, like those from C++; autograd's ``Broadcast`` adds it.
     """
@@ -126,7 +126,7 @@ def broadcast_coalesced(
 
 
 def reduce_add(inputs: Sequence[torch.Tensor], destination: Any = None) -> torch.Tensor:
-    """The sum on one device: torch's own function, recorded as one reduce."""
+    """Sum on one device with torch's own function, recorded as one reduce."""
     devices = [tensor.device for tensor in inputs]
     first = inputs[0]
     parts = (first,) if first.layout is torch.strided else (first._indices(), first._values())
@@ -146,7 +146,7 @@ def _as_collective(
 ) -> Iterator[None]:
     """In a recording, record the copies in the block as one NCCL collective per buffer.
 
-    size_bytes: per GPU.
+    ``size_bytes`` is per GPU.
     """
     now = recording.under_way
     if now is None or len(devices) < 2 or size_bytes == 0:

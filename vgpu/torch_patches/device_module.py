@@ -35,7 +35,7 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """False until a device is chosen or used; DeviceMesh then takes the one of LOCAL_RANK."""
+    """Return False until a device is chosen or used; DeviceMesh then takes the one of LOCAL_RANK."""
     return is_available() and gpus.in_use.has_begun
 
 
@@ -72,7 +72,7 @@ class device_of(device):
 
 
 def stream(stream: Stream | None) -> Any:
-    """A context that makes ``stream`` and its device current; None changes nothing."""
+    """Return a context manager that makes ``stream`` and its device current; None changes nothing."""
     return device(None) if stream is None else stream
 
 
@@ -92,12 +92,12 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """True, because the CPU does the arithmetic, and it supports bfloat16."""
+    """Return True, because the CPU does the arithmetic and supports bfloat16."""
     return True
 
 
 def can_device_access_peer(device: Any, peer_device: Any) -> bool:
-    """True for two different GPUs: copies go directly from one to the other."""
+    """Return True for two different GPUs: copies go directly from one to the other."""
     return meant_by(device) is not meant_by(peer_device)
 
 
@@ -140,22 +140,22 @@ def _memory_of(device: Any) -> DeviceMemory:
 
 
 def memory_allocated(device: Any = None) -> int:
-    """Bytes in live blocks, each rounded up to 512."""
+    """Return the bytes in live blocks, each rounded up to a multiple of 512."""
     return _memory_of(device).allocated_bytes
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    """The peak of allocated bytes since the start or the last ``reset_peak_memory_stats``."""
+    """Return the peak of allocated bytes since the start or the last ``reset_peak_memory_stats``."""
     return _memory_of(device).peak_bytes
 
 
 def memory_reserved(device: Any = None) -> int:
-    """Bytes of the segments that CUDA's caching allocator would hold for what was allocated."""
+    """Return the bytes of the segments that CUDA's caching allocator would hold for the allocations."""
     return _memory_of(device).reserved()[0]
 
 
 def max_memory_reserved(device: Any = None) -> int:
-    """The peak of reserved bytes since the start or the last ``reset_peak_memory_stats``."""
+    """Return the peak of reserved bytes since the start or the last ``reset_peak_memory_stats``."""
     return _memory_of(device).reserved()[1]
 
 
@@ -174,7 +174,7 @@ def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None
 
 
 def get_per_process_memory_fraction(device: Any = None) -> float:
-    """The fraction that this process may allocate; 1 unless it was set."""
+    """Return the fraction of a GPU's memory that this process may allocate; 1 unless it was set."""
     memory = meant_by(device).memory
     if memory.allowed_bytes is None:
         return 1.0
@@ -182,13 +182,13 @@ def get_per_process_memory_fraction(device: Any = None) -> float:
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Bytes that aren't reserved, and total bytes."""
+    """Return the bytes that aren't reserved, and the total bytes."""
     memory = _memory_of(device)
     return memory.free_bytes, memory.capacity_bytes
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    """Current and peak bytes (``allocated_bytes.all.peak`` and so on), retries and errors.
+    """Return current and peak bytes (``allocated_bytes.all.peak`` and so on), retries and errors.
 
     Active bytes are the allocated ones: here, no freed block has to wait for another stream.
     """
@@ -216,7 +216,7 @@ def ipc_collect() -> None:
 
 
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
-    """A small table of a device's bytes and blocks."""
+    """Return a small table of a device's bytes and blocks."""
     return _memory_of(device).summary()
 
 
@@ -229,7 +229,7 @@ def manual_seed(seed: int) -> None:
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seed all devices' generators with the same seed; ``torch.manual_seed`` calls it."""
+    """Seed all devices' generators with the same seed; ``torch.manual_seed`` calls this."""
     for index in range(gpus.device_count()):
         default_generator(gpus.by_index(index)).manual_seed(seed)
 
@@ -249,7 +249,7 @@ def initial_seed() -> int:
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
-    """The state of a device's generator, as a byte tensor on the CPU."""
+    """Return the state of a device's generator, as a byte tensor on the CPU."""
     return default_generator(meant_by(device)).get_state()
 
 
@@ -295,7 +295,7 @@ def _marker(*args: object, **kwargs: object) -> int:
 
 @contextlib.contextmanager
 def _range(*args: object, **kwargs: object) -> Iterator[None]:
-    """A range around a block or a decorated function."""
+    """Mark a range around a block or a decorated function, which is a no-op."""
     yield
 
 
@@ -303,7 +303,7 @@ def _range(*args: object, **kwargs: object) -> Iterator[None]:
 
 
 def _missing_in(submodule: str) -> Callable[[str], Any]:
-    """``__getattr__`` of ``torch.vgpu``, or of the module with this name in it."""
+    """Return ``__getattr__`` of ``torch.vgpu``, or of the module with this name in it."""
     inside = f".{submodule}" if submodule else ""
     ours, theirs = f"torch.{gpus.DEVICE_TYPE}{inside}", f"torch.cuda{inside}"
 

@@ -3,9 +3,9 @@
 ``flash_attn`` can't be built without CUDA. Here, its functions call
 ``scaled_dot_product_attention``, which takes the time and bytes of flash attention. Arguments and
 layouts are those of flash_attn 2 (https://github.com/Dao-AILab/flash-attention): heads come after
-the sequence, and a causal mask is aligned to the lower right corner. Left out: ``softcap``,
-``alibi_slopes``, ``return_attn_probs``. Of its layers, rotary embeddings and normalization are
-included, as plain operations.
+the sequence, and a causal mask is aligned to the lower right corner. ``softcap``, ``alibi_slopes``
+and ``return_attn_probs`` are left out. Of the package's layers, rotary embeddings and normalization
+are included, as plain operations.
 """
 
 import importlib.util
@@ -48,10 +48,10 @@ def flash_attn_func(
     window_size: tuple[int, int] = (-1, -1),
     **left_out: Any,
 ) -> torch.Tensor:
-    """Attention on (batch, sequence, heads, width); k and v may have fewer heads than q.
+    """Compute attention on (batch, sequence, heads, width); k and v may have fewer heads than q.
 
     Raises RuntimeError for dtypes other than float16 and bfloat16, as flash_attn does, and
-    NotImplementedError for what's left out.
+    NotImplementedError for the arguments that are left out.
     """
     _refuse(left_out)
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -75,7 +75,7 @@ def flash_attn_func(
 
 
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """``flash_attn_func`` for one tensor (batch, sequence, 3, heads, width)."""
+    """Call ``flash_attn_func`` on one tensor (batch, sequence, 3, heads, width)."""
     q, k, v = qkv.unbind(2)
     return flash_attn_func(q, k, v, *args, **kwargs)
 
@@ -83,7 +83,7 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> t
 def flash_attn_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """``flash_attn_func`` for queries, and one tensor (batch, sequence, 2, heads, width)."""
+    """Call ``flash_attn_func`` on queries and one tensor (batch, sequence, 2, heads, width)."""
     k, v = kv.unbind(2)
     return flash_attn_func(q, k, v, *args, **kwargs)
 
@@ -99,9 +99,9 @@ def flash_attn_varlen_func(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """``flash_attn_func`` for concatenated sequences: (tokens, heads, width).
+    """Call ``flash_attn_func`` on each of several concatenated sequences: (tokens, heads, width).
 
-    cu_seqlens_q, cu_seqlens_k: where each sequence starts, and where the last one ends.
+    ``cu_seqlens_q`` and ``cu_seqlens_k`` say where each sequence starts, and where the last one ends.
     """
     with recording.paused():  # the kernel itself reads the lengths
         bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -127,7 +127,8 @@ def apply_rotary_emb(
 ) -> torch.Tensor:
     """Rotate the first 2 * n of each head's numbers in (batch, sequence, heads, width), in float32.
 
-    cos, sin: (sequence or longer, n). Number i is paired with i + n, or with i + 1 if interleaved.
+    ``cos`` and ``sin`` have shape (sequence or longer, n). Number i is paired with i + n, or with
+    i + 1 if interleaved.
     Raises NotImplementedError for flash_attn's other arguments.
     """
     _refuse(left_out)
@@ -174,7 +175,7 @@ def layer_norm_fn(
 def _mask(
     queries: int, keys: int, causal: bool, window: tuple[int, int], device: torch.device
 ) -> torch.Tensor | None:
-    """True where a query attends to a key; None if every query attends to all keys."""
+    """Return a mask, True where a query attends to a key; None if every query attends to all keys."""
     left, right = window[0], 0 if causal else window[1]
     if left < 0 and right < 0:
         return None

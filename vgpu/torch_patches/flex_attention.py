@@ -31,7 +31,7 @@ def install(changes: Changes) -> None:
 def _replace(module: ModuleType, changes: Changes) -> None:
     changes.wrap(module, "_validate_device", _on_virtual_too)
     changes.wrap(module, "_warn_once", _but_in_compiled_calls)
-    # Dynamo doesn't look here: it handles the operator itself.
+    # Dynamo doesn't call this method: it handles the operator itself.
     changes.wrap(type(module.flex_attention_hop), "__call__", _by_formula)
 
 
@@ -47,7 +47,7 @@ def _on_virtual_too(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def _but_in_compiled_calls(plain: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the warning about calls without ``torch.compile``."""
+    """Wrap the warning about calls without ``torch.compile``, so that compiled calls don't give it."""
 
     @functools.wraps(plain)
     def _warn_once(warning_id: str, *args: Any, **kwargs: Any) -> None:
@@ -58,7 +58,7 @@ def _but_in_compiled_calls(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 class _WithGradientLaidOutAlike(torch.autograd.Function):
-    """The tensor itself; its gradient has its order of dimensions in memory, as the kernel writes it."""
+    """Returns the tensor itself; lays its gradient out in memory like the tensor, as the kernel does."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Functions and classes of torch that C++ answers without an operator, so that no dispatch sees them.
+"""Functions and classes of torch that C++ handles without an operator, so that no dispatch sees them.
 
 ``torch.accelerator`` is an example, and so are Generator, Stream and Event. A function belongs here if it
 compares or names devices, or checks a tensor's class, before it calls an operator. Operators
-(``torch.ops.aten``) and methods of tensors belong in ``vgpu/tensor``, names of ``torch.vgpu`` in
+(``torch.ops.aten``) and methods of tensors belong in ``vgpu/tensor``, and names of ``torch.vgpu`` in
 ``device_module.py``.
 """
 
@@ -29,8 +29,8 @@ from vgpu.time import streams
 from vgpu.torch_patches import device_module
 from vgpu.torch_patches.undo import Changes
 
-# Functions that compare devices in C++ before they reach a kernel: those that can be overridden
-# (__torch_function__), and the rest.
+# Functions that compare devices in C++ before they reach a kernel: first those that can be overridden
+# (__torch_function__), then the rest.
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _CHECK_IN_CPP = ("grid_sampler", "tensor_split")
 _ALSO_IN_CPP = (
@@ -41,7 +41,7 @@ _ALSO_IN_CPP = (
     (torch.autograd, "_engine_run_backward"),
 )
 
-# Functions behind torch.accelerator; its C++ half knows one device, and no streams.
+# Functions behind torch.accelerator, whose C++ half knows one device, and no streams.
 _FUNCTIONS = {
     "_accelerator_getDeviceIndex": gpus.current_index,
     "_accelerator_setDeviceIndex": gpus.exchange_index,
@@ -80,7 +80,7 @@ def install(changes: Changes) -> None:
         changes.wrap_function(name, recurrent, torch, torch._VF)
     for owner, name in _ALSO_IN_CPP:
         changes.wrap(owner, name, naming_devices)
-    changes.append(_foreach_supported_types, VirtualTensor)  # tensor/shapes.py has that of shapes
+    changes.append(_foreach_supported_types, VirtualTensor)  # tensor/shapes.py adds that of shapes
     for owner in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
         changes.wrap(owner, "_has_foreach_support", _of_plain_tensors)
     changes.wrap(torch._C, "_group_tensors_by_device_and_dtype", _grouping_by_name)
@@ -91,7 +91,7 @@ def _install_accelerator(changes: Changes) -> None:
         changes.set(torch._C, name, function)
     for name, make in _CLASSES.items():
         changes.wrap(torch, name, functools.partial(stand_in_for, make=make))
-    # torch asks for CUDA and MPS first; whoever enables virtual GPUs means those.
+    # torch asks for CUDA and MPS first; users who enable virtual GPUs want those.
     for module in (torch._utils, sys.modules["torch.nn.parallel.data_parallel"]):
         changes.set(module, "_get_available_device_type", lambda: gpus.DEVICE_TYPE)
     for name in ("amp", "memory", "nvtx", "random"):  # for "from torch.vgpu.amp import ..."
@@ -100,7 +100,7 @@ def _install_accelerator(changes: Changes) -> None:
 
 
 def stand_in_for(torch_class: Any, make: Callable[..., Any]) -> Any:
-    """A class that replaces one of torch's.
+    """Return a class that replaces one of torch's.
 
     Calling it calls ``make``; ``isinstance`` and ``issubclass`` use torch's class; subclasses can be defined
     and instantiated as usual.
@@ -122,18 +122,18 @@ def stand_in_for(torch_class: Any, make: Callable[..., Any]) -> Any:
                 return issubclass(other, torch_class)
             return type.__subclasscheck__(cls, other)
 
-    # Where pickle finds it, not where torch's class is from.
+    # __module__ is where pickle finds it, not where torch's class is from.
     stand_in = Meta(torch_class.__name__, (torch_class,), {"__module__": "torch"})
     return stand_in
 
 
 def recurrent(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.lstm`` and the like: autocast's cast, and device names in errors from C++."""
+    """Wrap ``torch.lstm`` and the like: autocast's cast, and device names in errors from C++."""
     return casting.recurrent(naming_devices(plain))
 
 
 def as_tensor(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``torch.as_tensor``; C++ would copy, because it compares C++ devices."""
+    """Wrap ``torch.as_tensor``: C++ would copy, because it compares C++ devices."""
 
     @functools.wraps(plain)
     def as_tensor(data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
@@ -145,7 +145,7 @@ def as_tensor(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def asarray(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``torch.asarray``, for the same reason."""
+    """Wrap ``torch.asarray``, for the same reason as ``torch.as_tensor``."""
     named = naming_devices(plain)
 
     @functools.wraps(plain)
@@ -158,7 +158,7 @@ def asarray(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def ctc_loss(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``torch.ctc_loss``; C++ reads lengths on the CPU for its own tensors only."""
+    """Wrap ``torch.ctc_loss``: C++ copies lengths to the CPU for its own tensors only."""
 
     @functools.wraps(plain)
     def ctc_loss(log_probs: Any, targets: Any, *lengths: Any, **options: Any) -> torch.Tensor:
@@ -172,20 +172,20 @@ def ctc_loss(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def resize_storage(
     plain: Callable[..., torch.UntypedStorage],
 ) -> Callable[..., torch.UntypedStorage]:
-    """``UntypedStorage.resize_``, which also updates the bytes of a virtual GPU."""
+    """Wrap ``UntypedStorage.resize_``, so that it also updates the bytes of a virtual GPU."""
 
     @functools.wraps(plain)
     def resize_(storage: torch.UntypedStorage, size_bytes: int) -> torch.UntypedStorage:
         block: Block | None = getattr(storage, "_vgpu_block", None)
         if block is not None:
-            block.resize(size_bytes, "resize_")  # first: it may not fit
+            block.resize(size_bytes, "resize_")  # comes first, because it may not fit
         return plain(storage, size_bytes)
 
     return resize_
 
 
 def without_size(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``__new__`` of a lazy module's parameters and buffers: RuntimeError for a virtual GPU.
+    """Wrap ``__new__`` of a lazy module's parameters and buffers; raises RuntimeError on a virtual GPU.
 
     Moving such a module there raises torch's error: "Attempted to use an uninitialized parameter".
     """
@@ -208,10 +208,10 @@ def without_size(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_plain_tensors(plain: Callable[..., bool]) -> Callable[..., bool]:
-    """Whether torch uses ``foreach`` for tensors by default.
+    """Wrap the check whether torch uses ``foreach`` for tensors by default.
 
-    Clipping does for plain tensors, such as gradients, but not for Parameters; both are VirtualTensors
-    here.
+    Gradient clipping uses it for plain tensors, such as gradients, but not for Parameters; here, both
+    are VirtualTensors.
     """
 
     @functools.wraps(plain)
@@ -227,7 +227,7 @@ def _is_plain(tensor: object) -> bool:
 
 
 def _grouping_by_name(plain: Callable[..., dict[Any, Any]]) -> Callable[..., dict[Any, Any]]:
-    """The grouping of tensors for ``foreach``, whose keys are C++ devices."""
+    """Wrap the grouping of tensors for ``foreach``, whose keys are C++ devices."""
 
     @functools.wraps(plain)
     def grouped(*args: Any, **kwargs: Any) -> dict[Any, Any]:

@@ -24,7 +24,7 @@ from vgpu.tensor.methods import OWN_ATTRIBUTES
 from vgpu.tensor.tensor import VirtualTensor, wrap
 from vgpu.torch_patches.undo import Changes
 
-# Ahead of torch's own, which start at 10.
+# Comes before torch's own priorities, which start at 10.
 _PRIORITY = 5
 
 
@@ -39,7 +39,7 @@ def install(changes: Changes) -> None:
 
 
 def reduce(tensor: VirtualTensor) -> tuple[Any, ...]:
-    """For ``__reduce_ex__``: torch's own function to rebuild the tensor, and its arguments."""
+    """Return, for ``__reduce_ex__``, torch's own function to rebuild the tensor, and its arguments."""
     warn_if_has_hooks(tensor)
     state = {k: v for k, v in vars(tensor).items() if k not in OWN_ATTRIBUTES}
     if isinstance(tensor, torch.nn.Parameter):
@@ -53,8 +53,8 @@ def reduce(tensor: VirtualTensor) -> tuple[Any, ...]:
         function, args = inner._reduce_ex_internal(2)
         args = (*args[:4], tensor.requires_grad, *args[5:])
     else:
-        # As a CPU tensor, as torch does for devices without storages; such a tensor is always loaded
-        # to the device that it was saved from.
+        # Save it as a CPU tensor, as torch does for devices without storages; such a tensor is always
+        # loaded to the device that it was saved from.
         function = torch._utils._rebuild_device_tensor_from_cpu_tensor
         # A sparse tensor is loaded without requires_grad, as on the CPU.
         requires_grad = tensor.requires_grad and tensor.layout is torch.strided
@@ -68,7 +68,7 @@ copyreg.pickle(VirtualTensor, reduce)
 
 
 def tag(storage: Any) -> str | None:
-    """The device tag for a storage; None if it isn't ours."""
+    """Return the device tag for a storage; None if it isn't on a virtual GPU."""
     return getattr(storage, "_vgpu_location", None)
 
 
@@ -82,7 +82,7 @@ def restore(storage: Any, location: str) -> Any:
 
 
 def wrapping(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch._utils._rebuild_tensor``, which puts tensors of marked storages on their GPU.
+    """Wrap ``torch._utils._rebuild_tensor``, so that it puts tensors of marked storages on their GPU.
 
     ``copy.copy`` calls it with the storage of a virtual tensor, whose block knows the GPU.
     """
@@ -102,7 +102,7 @@ def wrapping(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reduce_tensor(tensor: VirtualTensor) -> tuple[Any, ...]:
-    """How to send a tensor: a function that rebuilds it in the other process, and its arguments."""
+    """Return a function that rebuilds a tensor in the process that receives it, and its arguments."""
     if tensor.requires_grad and not tensor.is_leaf:
         raise RuntimeError(
             "Cowardly refusing to serialize non-leaf tensor which requires_grad, since autograd "
@@ -143,9 +143,9 @@ def _as_sent(tensor: torch.Tensor, requires_grad: bool, is_parameter: bool) -> t
 
 
 def reduce_storage(storage: torch.UntypedStorage) -> Any:
-    """``torch.multiprocessing``'s own; RuntimeError for the storage of a virtual tensor.
+    """Call ``torch.multiprocessing``'s own function.
 
-    It'd arrive as a storage on the CPU.
+    Raises RuntimeError for the storage of a virtual tensor, which would arrive as one on the CPU.
     """
     if hasattr(storage, "_vgpu_block"):
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Replace names in torch, and undo it.
+"""Replaces names in torch, and undoes that.
 
 Each file that replaces something in torch has a function ``install(changes)``; ``backend.py`` calls all of
 them, and reverts everything when virtual GPUs are disabled.
@@ -58,8 +58,9 @@ class Changes(contextlib.ExitStack):
     ) -> None:
         """Replace a function in all modules that have it; ``__torch_function__`` can still override it.
 
-        It's passed the new function, which is also what the modules have, so it can compare them. Without
-        ``for_classes``, only modes can override it: torch.overrides.get_ignored_functions.
+        ``__torch_function__`` gets the new function, the same that the modules have, so it can compare
+        the two. Without ``for_classes``, only modes can override it, as with the functions in
+        torch.overrides.get_ignored_functions.
         """
         if self._lacks(owners[0], name):
             return
@@ -86,7 +87,7 @@ class Changes(contextlib.ExitStack):
             self.callback(table.__setitem__, key, before)
 
     def append(self, items: list[Any], value: object) -> None:
-        """Append to a list, to which others may append, too."""
+        """Append to a list, to which other code may append, too."""
         items.append(value)
         self.callback(items.remove, value)
 
@@ -96,7 +97,7 @@ class Changes(contextlib.ExitStack):
         self.callback(items.discard, value)
 
     def library(self, namespace: str) -> torch.library.Library:
-        """A library whose registrations are removed when the changes are undone."""
+        """Return a library whose registrations are removed when the changes are undone."""
         library = torch.library.Library(namespace, "IMPL")
         self.callback(library._destroy)
         return library
@@ -104,7 +105,7 @@ class Changes(contextlib.ExitStack):
     def when_imported(self, name: str, change: Callable[[ModuleType, "Changes"], None]) -> None:
         """Call ``change(module, changes)`` now, or as soon as a module has been imported.
 
-        DTensor and FSDP take a second to import, and most programs never do.
+        DTensor and FSDP take a second to import, and most programs never use them.
         """
         if name in sys.modules:
             change(sys.modules[name], self)

@@ -40,9 +40,7 @@ def _expect_share(
     with for_input(f"a batch of {batch_size} on {gpu_count} GPUs"):
         share = answer(batch_size, gpu_count)
         if share is None:
-            hint = (
-                "None is what a function without a return gives: hand the number back with return."
-            )
+            hint = "None is what a function without a return gives: return the number."
         elif isinstance(share, str):
             hint = "This is text: return the number itself."
         elif isinstance(share, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Checks of lesson 01: nested batches, a script with device faults, visible devices."""
+"""Checks of lesson 01: nested batches, a script with device bugs, visible devices."""
 
 import os
 import random
@@ -137,16 +137,16 @@ def _compare_tensor(yours: Any, given: torch.Tensor, device: torch.device, place
         raise Wrong(
             yours=f"{place}: a copy",
             expected=f"{place}: the same tensor, which is already on {device}",
-            hint="For a tensor that's already there, .to(device) returns the tensor itself.",
+            hint="For a tensor that's already on the device, .to(device) returns it.",
         )
-    hint = f"The values of {place} have changed on the way; move them, and nothing else."
+    hint = f"The values of {place} have changed along the way; move them, and do nothing else."
     expect_close(yours.cpu(), given.cpu(), hint=hint, rtol=0, atol=0)
 
 
 def _container_hint(given: Any) -> str:
     if hasattr(given, "_fields"):
         return "A namedtuple takes its fields as separate arguments: type(batch)(*moved)."
-    return "Keep the kind of each container: a list stays a list, a tuple a tuple, a dict a dict."
+    return "Keep the type of each container: a list stays a list, a tuple a tuple, a dict a dict."
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
@@ -180,7 +180,7 @@ def _sketch(batch: Any) -> str:
     return repr(batch)
 
 
-@exercise("1.2", "A script with four device faults", callable_answer=False)
+@exercise("1.2", "A script with four device bugs", callable_answer=False)
 def check_repaired(answer: Any) -> dict[str, Any]:
     net_type, run = _two_callables(answer)
     near, far = devices.lab(2)
@@ -197,13 +197,13 @@ def check_repaired(answer: Any) -> dict[str, Any]:
         with for_input(given):
             loss = run(model, images, labels, device)
             _expect_model_on(model, device)
-            where = f"{given}; where the linear layer computed, call by call"
+            where = f"{given}; where the linear layer ran, call by call"
             hint = "The model runs once, on the requested device."
             expect_equal(seen, [device], given=where, hint=hint)
             if not isinstance(loss, (np.ndarray, np.floating)):
                 raise Wrong(
                     yours=f"a {type(loss).__name__}",
-                    expected="the loss as a NumPy number, as in the script",
+                    expected="the loss as a NumPy array, as in the script",
                     hint="Keep the script's last step; .numpy() needs a tensor on the CPU.",
                 )
             hint = "Keep the class weights and the centering by `mean` as in the script."

@@ -44,7 +44,9 @@ def loss_today(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
         if torch.allclose(gradient, hidden_gradient):
             hint = "This is still the gradient of loss_2017: one edit is hidden from autograd."
         elif torch.allclose(gradient, copied_gradient):
-            hint += " A replaced value must pass none to it, but the edit is hidden from autograd."
+            hint += (
+                " A replaced value passes no gradient to it, but the edit is hidden from autograd."
+            )
         expect_close(gradient, right_gradient, hint=hint)
     before_off, off = ((g - right_gradient).abs().max() for g in (hidden_gradient, gradient))
     return {
@@ -139,7 +141,7 @@ def _feed(answer: Callable[[], Any], weight: torch.Tensor, counts: list[int]) ->
         gc.collect()
         held = saved.live_bytes()
     given = "a second meter, updated in turn with the first"
-    hint = "Two meters share their sums. Make them in __init__, not in the class."
+    hint = "Two meters share their sums. Create them in __init__, not in the class."
     expect_close(other.mean(), 1.5, given=given, hint=hint)
     return held
 

@@ -37,7 +37,7 @@ def _float_or_wrong(value: Any, name: str) -> float:
     )
 
 
-@exercise("3.1", "An evaluation with three faults")
+@exercise("3.1", "An evaluation with three bugs")
 def check_evaluate(evaluate: Callable) -> dict[str, Any]:
     # The last batch may be full or short, and the model on the CPU or a GPU, in either mode.
     for device in (torch.device("cpu"), devices.lab(1)[0]):
@@ -81,7 +81,7 @@ def _check_one_evaluation(
 def _check_answer(answer: Any, model: Watched, expected: tuple[float, float]) -> None:
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         hint = "Return two numbers: loss_sum / count, right / count."
-        raise Wrong(yours=answer, expected="(mean loss, share right)", hint=hint)
+        raise Wrong(yours=answer, expected="(mean loss, fraction correct)", hint=hint)
     if any(model.modes):
         raise Wrong(
             yours=f"{sum(model.modes)} of {len(model.modes)} batches in train mode",
@@ -102,19 +102,19 @@ def _check_answer(answer: Any, model: Watched, expected: tuple[float, float]) ->
         )
     loss, share = (
         _float_or_wrong(value, name)
-        for value, name in zip(answer, ("the mean loss", "the share right"), strict=True)
+        for value, name in zip(answer, ("the mean loss", "the fraction correct"), strict=True)
     )
     hint = (
         "Each image counts once. A mean of batch means gives the images of a short last batch too "
         "much weight: sum over images, then divide once by their number."
     )
     if math.isclose(loss, expected[1], rel_tol=1e-5) and not math.isclose(loss, share):
-        hint = "The share is first here: return the mean loss, then the share."
+        hint = "The fraction is first here: return the mean loss, then the fraction."
     expect_close(loss, expected[0], hint=f"The loss. {hint}", rtol=1e-4, atol=1e-5)
-    expect_close(share, expected[1], hint=f"The share. {hint}", rtol=1e-5, atol=1e-6)
+    expect_close(share, expected[1], hint=f"The fraction. {hint}", rtol=1e-5, atol=1e-6)
 
 
-@exercise("3.2", "One question an epoch")
+@exercise("3.2", "One read-back per epoch")
 def check_train_epoch_quietly(train_epoch: Callable) -> dict[str, Any]:
     device = devices.lab(1)[0]
     for short in (True, False):
@@ -165,7 +165,7 @@ def _plain_epoch(model: nn.Module, loader: DataLoader, device: torch.device) -> 
 
 
 def _check_quiet(model: Watched, plain: Watched, given: str) -> None:
-    """The trained model against the one trained plainly: mode, graphs, weights."""
+    """Compare mode, graphs and weights of the trained model with one trained plainly."""
     if not model.modes or not all(model.modes):
         raise Wrong(
             yours=f"{sum(model.modes)} batches in train mode",

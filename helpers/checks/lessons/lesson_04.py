@@ -28,13 +28,13 @@ def replica_sizes(answer: Callable[[int, int], list[int]]) -> dict[str, Any]:
             yours = list(yours)
         hint = "A share is rounded up, and the last GPU gets what's left."
         if not (isinstance(yours, list) and all(type(size) is int for size in yours)):
-            hint = "Return a list of whole numbers, one for each GPU that gets something."
+            hint = "Return a list of whole numbers, one for each GPU that gets samples."
             raise Wrong(yours=yours, expected=expected, given=given, hint=hint, values=True)
         if yours != expected:
             if sum(yours) != batch_size:
                 hint = f"Your sizes add up to {sum(yours)}, but the batch has {batch_size}."
             elif 0 in yours:
-                hint = "Leave out the GPUs that get nothing."
+                hint = "Leave out the GPUs that get no samples."
             elif yours[0] - min(yours) in (0, 1) and yours[-1] <= yours[0]:
                 hint = "DataParallel doesn't even out the shares: all but the last are equal."
         expect_equal(yours, expected, given=given, hint=hint)
@@ -45,7 +45,7 @@ def replica_sizes(answer: Callable[[int, int], list[int]]) -> dict[str, Any]:
     }
 
 
-@exercise("4.2", "The smallest batch that feeds all")
+@exercise("4.2", "The smallest batch that feeds every GPU")
 def batch_for_all(answer: Callable[[int, int], int]) -> dict[str, Any]:
     cases = [(random.randint(1, 120), random.randint(1, 12)) for _ in range(40)]
     for wanted, gpu_count in [(8, 8), (random.randint(1, 3), random.randint(5, 9)), *cases]:
@@ -63,7 +63,9 @@ def batch_for_all(answer: Callable[[int, int], int]) -> dict[str, Any]:
             if working < gpu_count:
                 hint = f"A batch of {yours} feeds only {working} of {gpu_count} GPUs."
             elif yours > expected:
-                hint = "All GPUs work, but a smaller batch would do. It needn't be a multiple."
+                hint = (
+                    "All GPUs work, but a smaller batch would do. It doesn't have to be a multiple."
+                )
         expect_equal(yours, expected, given=given, hint=hint)
         if not isinstance(yours, int):
             hint = "The number is right; make it a whole number (an int), since it counts samples."
@@ -112,7 +114,7 @@ def other_dimension(
         whole = (steps, batch // len(gpus), features)
         hint = "Each replica must see all time steps of its sequences: split dimension 1, not 0."
         expect_equal([shape for _, shape in seen], [whole] * len(gpus), hint=hint)
-        hint = "The output is not that of one GPU."
+        hint = "The output differs from a single GPU's."
         expect_close(yours.cpu(), expected, hint=hint, rtol=0, atol=_TF32)
     return {
         "given": given,
@@ -122,11 +124,11 @@ def other_dimension(
 
 
 _TF32 = 0.01
-"""Since the A100, cuDNN reads ten bits of a float32's fraction in an LSTM; its outputs are below 1."""
+"""On A100 and later, cuDNN may use TF32 (a 10-bit mantissa) in an LSTM; its outputs are below 1."""
 
 _WRAPPED = (
     "Wrapping worked, but the call failed. The model must be on the first of device_ids, and the "
-    "split goes along the dimension that counts the sequences."
+    "batch dimension must be the one that's split."
 )
 
 

@@ -47,8 +47,8 @@ class _Noting(nn.Module):
 
 @contextmanager
 def _without_the_ready_made() -> Iterator[None]:
-    """Neither ``nn.DataParallel`` nor ``nn.parallel.data_parallel`` can be used inside."""
-    # The function may have been imported earlier: what it calls first is looked up in its module.
+    """Make ``nn.DataParallel`` and ``nn.parallel.data_parallel`` unusable inside the block."""
+    # The function may have been imported earlier, so patch what it calls first, found through its module.
     function = sys.modules["torch.nn.parallel.data_parallel"]
     with (
         patch.object(nn.DataParallel, "__init__", _refuse),
@@ -267,8 +267,8 @@ def counting_model(answer: Callable[[], nn.Module]) -> dict[str, Any]:
 
 
 def _judge_calls(model: nn.Module, batches: int, replicas: int, moved: bool) -> None:
-    """Raise Wrong unless ``model.calls`` is the number of batches, and saved; moved: it was right
-    elsewhere.
+    """Raise Wrong unless ``model.calls`` is the number of batches, and saved; with ``moved``, it was
+    right elsewhere.
     """
     calls = getattr(model, "calls", None)
     one = isinstance(calls, torch.Tensor) and calls.numel() == 1

@@ -151,7 +151,7 @@ def _judge_stages(
         hint = "A plain list hides its modules from parameters(): use nn.ModuleList."
         raise Wrong(yours=mine, expected=theirs, hint=hint)
     output, expected = model(batch), reference(batch)
-    expect_tensor(output, hint="forward returns the hidden tensor of the last stage.")
+    expect_tensor(output, hint="forward must return the output of the last stage.")
     hint = "Stage i belongs on GPU i, and the output stays on the last one."
     places = [gpu for gpu, stage in zip(gpus, reference, strict=True) for _ in stage.parameters()]
     expect_equal([p.device for p in model.parameters()], places, hint=hint)

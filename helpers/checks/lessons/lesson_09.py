@@ -229,7 +229,7 @@ def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> dic
                 hint="The curve is flat around its best: try sizes that differ by a factor.",
             )
         asked_then = list(asked)
-        # For each number of pieces, the smallest size that needs no more of them.
+        # For each number of pieces, try the smallest size that needs no more of them.
         for count in range(1, batch_size + 1):
             time_of(-(-batch_size // count))
         time_of(yours)
@@ -271,7 +271,7 @@ def _products(batches: Sequence[torch.Tensor], weight: torch.Tensor) -> list[tor
 
 
 def _use_memory(rows: int, weight: torch.Tensor) -> None:
-    """Leaves behind memory of two buffers' size that the default stream still reads."""
+    """Leave behind memory of two buffers' size that the default stream still reads."""
     for part in [torch.zeros(rows, len(weight), device=weight.device) for _ in range(2)]:
         part.sum()
 

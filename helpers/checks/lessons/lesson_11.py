@@ -153,8 +153,8 @@ def _accumulate(
     batches: list[list[tuple[torch.Tensor, torch.Tensor]]],
     weight: torch.Tensor,
 ) -> tuple[torch.Tensor | None, int, list[tuple[str, int]], int, int]:
-    """On a rank: the gradient, how often DDP sent, all collectives, the largest forward, and the
-    most graphs of earlier forwards that were alive during one.
+    """On a rank, return the gradient, how often DDP sent, all collectives, the largest forward, and
+    the most graphs of earlier forwards that were alive during one.
     """
     model = WatchedLinear(7, 1, bias=False)
     model.weight.data.copy_(weight)

@@ -396,7 +396,7 @@ def _layer_on(width: int, tokens: int, degree: int) -> vgpu.Timeline:
 
 
 def _plan() -> dict[str, Any]:
-    """By columns, then by rows; the first products share their input: four all-reduces."""
+    """Split by columns, then by rows; the first matmuls share their input: four all-reduces in all."""
     whole = Replicate()
     first = ["attention.query", "attention.key", "attention.value"]
     first += ["feed_forward.gate", "feed_forward.up"]

@@ -219,7 +219,7 @@ def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) ->
     operations = {}
     device = devices.lab(1)[0]
     for tokens in (10, 1000, random.randint(100, 300)):
-        # Equally many for 10 tokens as for 1000; a loop over experts is within the budget.
+        # There are as many experts for 10 tokens as for 1000, so a loop over them is within the budget.
         experts = 4 if tokens in (10, 1000) else 8
         chosen = (torch.rand(tokens) ** 2 * experts).long()  # low numbers are more frequent
         capacity = math.ceil(1.25 * tokens / experts)

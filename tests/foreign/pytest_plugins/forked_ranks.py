@@ -1,4 +1,4 @@
-"""Processes that tests start are forked, not spawned: spawned ones import torch anew in every test.
+"""Processes that tests start are forked, not spawned: spawned ones would import torch in every test.
 
 CUDA doesn't survive a fork, so PyTorch's tests spawn; virtual GPUs do.
 """

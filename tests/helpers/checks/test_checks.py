@@ -48,7 +48,7 @@ class TestVerdicts:
     def test_a_right_answer_is_judged_right(self):
         assert evaluate("99.1", lambda x: x + x).status == "right"
 
-    def test_a_wrong_answer_gets_yours_expected_given_and_a_hint(self):
+    def test_a_wrong_answer_is_shown_with_the_expected_result_the_input_and_a_hint(self):
         outcome = evaluate("99.1", lambda x: x**2)
         assert outcome.status == "wrong"
         assert outcome.yours and outcome.expected and outcome.given
@@ -69,7 +69,7 @@ class TestVerdicts:
         answer = learner('def answer():\n    """What to do."""\n    raise NotImplementedError\n')
         assert evaluate("99.1", answer).status == "not attempted"
 
-    def test_a_not_implemented_error_from_torch_counts_as_wrong(self):
+    def test_a_not_implemented_error_with_a_message_counts_as_wrong(self):
         answer = learner("def answer(x):\n    raise NotImplementedError('could not run')\n")
         assert evaluate("99.1", answer).status == "wrong"
 
@@ -97,7 +97,7 @@ class TestVerdicts:
         assert own.given == "ones" and own.hint == "look at the sizes"
         assert "line 2 of your cell" in own.error
 
-    def test_a_wrong_without_an_input_gets_the_input_of_its_block(self):
+    def test_a_wrong_answer_gets_the_input_and_the_hint_of_its_for_input_block(self):
         outcome = evaluate("99.2", lambda x: x)
         assert (outcome.given, outcome.hint) == ("ones", "look at the sizes")
 

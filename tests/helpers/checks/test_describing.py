@@ -59,13 +59,13 @@ def test_values_that_differ_never_read_the_same(yours, expected):
         (1.25, 1.0, ["0.25"]),
     ],
 )
-def test_difference_says_where_the_largest_is(yours, expected, phrases):
+def test_difference_says_where_the_largest_difference_is(yours, expected, phrases):
     said = difference(yours, expected)
     assert all(phrase in said for phrase in phrases), said
     assert bool(said) == bool(phrases)
 
 
-def test_describe_shows_large_values_by_kind():
+def test_describe_shows_large_tensors_by_their_shape_and_modules_by_their_class():
     batch = {"images": torch.rand(4, 4), "where": torch.device("cpu"), "model": nn.Linear(3, 3)}
     shape = "a tensor of shape (4, 4), float32, on cpu"
     assert describe(batch) == f"{{'images': {shape}, 'where': cpu, 'model': a Linear}}"

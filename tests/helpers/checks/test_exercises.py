@@ -80,7 +80,7 @@ def test_the_folded_solution_passes(path, exercise_id):
 
 
 @pytest.mark.parametrize("exercise_id", [each for each in RIGHT if ALL or each not in LONG])
-def test_right_answers_of_another_kind_pass(exercise_id):
+def test_right_answers_that_differ_from_the_solution_pass(exercise_id):
     (path,) = (path for path, each in EXERCISES if each == exercise_id)
     for source in RIGHT[exercise_id]:
         outcome = outcome_of(path, exercise_id, source)
@@ -88,7 +88,7 @@ def test_right_answers_of_another_kind_pass(exercise_id):
 
 
 @pytest.mark.parametrize("exercise_id", CLOSE_TO_A_BORDER)
-def test_a_right_answer_close_to_a_border_passes_whatever_is_drawn(exercise_id):
+def test_a_right_answer_close_to_a_limit_passes_whatever_inputs_are_drawn(exercise_id):
     (path,) = (path for path, each in EXERCISES if each == exercise_id)
     for _ in range(5):
         outcome = outcome_of(path, exercise_id, CLOSE_TO_A_BORDER[exercise_id])

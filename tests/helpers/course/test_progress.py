@@ -33,7 +33,7 @@ def test_routes_name_existing_lessons_and_add_up_their_minutes(tmp_path):
     assert rows["everything, in order"] == ("00 to 12", "0.7", "2.6")
 
 
-def test_routes_of_the_course_have_their_lessons():
+def test_each_route_through_the_course_has_several_lessons():
     for _, lessons_of_route, hours, _ in course.routes(lessons.ROOT / "notebooks").rows:
         assert len(lessons_of_route) > 2 and float(hours) > 0.5
     with pytest.raises(FileNotFoundError, match="no lessons in"):

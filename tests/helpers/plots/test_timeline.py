@@ -36,7 +36,7 @@ def test_every_gpu_has_a_lane_and_every_event_a_kind(recorded):
     assert {kind_of(e) for e in lanes["host"]} == {"wait"}
 
 
-def test_stretches_join_neighbors_of_one_kind(recorded):
+def test_stretches_join_neighboring_events_of_the_same_kind(recorded):
     events = lanes_of(recorded)["vgpu:0"]
     bars = stretches(events, gap_s=1.0)
     kinds = [kind for kind, _, _ in bars]
@@ -50,7 +50,7 @@ def test_stretches_keep_consecutive_collectives_apart(recorded):
     times = [(0.0, 1.0), (1.0, 2.0), (2.0, 2.01), (2.01, 2.02)]
     gathers = [kernel._replace(kind="collective", start_s=a, end_s=b) for a, b in times]
     long = [(a, b) for _, a, b in stretches(gathers, gap_s=0.1)]
-    assert long == [(0.0, 1.0), (1.0, 2.02)]  # those of a hairline join the one before
+    assert long == [(0.0, 1.0), (1.0, 2.02)]  # hairlines join the bar before them
 
 
 def test_timeline_names_the_gpu_and_scales_the_axis(recorded):

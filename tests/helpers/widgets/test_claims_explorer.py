@@ -15,7 +15,7 @@ LEDGER = [
 ]
 
 
-def test_one_claim_comes_with_its_proof():
+def test_a_single_claim_is_shown_with_its_proof():
     table, code = findings(LEDGER, "mean", lesson="01")
     assert isinstance(table, Table) and [row[0] for row in table.rows] == ["X1"]
     assert isinstance(code, Code) and code.data == "assert 1 + 1 == 2"

@@ -115,7 +115,7 @@ def test_offered_refuses_values_that_a_page_cannot_offer(few, message):
         offered(controls, few)
 
 
-def test_a_failing_answer_says_for_which_values():
+def test_the_error_of_a_failing_answer_says_for_which_values():
     with pytest.raises(RuntimeError, match=r"'number': 1, 'word': 'a'.*(.|\n)*ZeroDivisionError"):
         answers(lambda number, word: 1 / (number - 1), _controls(), {})
 
@@ -133,7 +133,9 @@ def test_a_failing_answer_says_for_which_values():
     ],
     ids=["10", "11", "12", "13", "14", "15", "18"],
 )
-def test_the_lessons_explorers_offer_a_page_what_they_can_show(monkeypatch, explorer, count):
+def test_the_lessons_explorers_offer_a_page_only_values_that_they_can_show(
+    monkeypatch, explorer, count
+):
     asked = []
 
     def only_asked(function, controls, few=None):

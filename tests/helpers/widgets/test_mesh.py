@@ -7,7 +7,7 @@ from helpers.widgets.mesh import GPUS, answer, answer_table, mesh_sizes, tokens_
 from vgpu.plan.estimate import DIMENSIONS
 
 
-def test_mesh_sizes_leave_the_rest_to_data():
+def test_mesh_sizes_leaves_the_remaining_gpus_to_data_parallelism():
     assert mesh_sizes(4, 2, 2) == {"tensor": 4, "context": 2, "pipeline": 2, "data": 4}
     order = ("data", "pipeline", "tensor", "context")
     assert list(mesh_sizes(4, 2, 2, order)) == list(order)

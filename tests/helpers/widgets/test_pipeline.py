@@ -30,7 +30,7 @@ def drawn(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_answer_counts_in_the_units_of_the_schedule(kind):
+def test_answer_has_the_bubble_and_the_micro_batches_of_the_simulated_schedule(kind):
     found = answer(kind, 4, 8)
     # Forward takes 1 and backward 2, so eight micro-batches on each of four devices take 4 × 24.
     assert found.alone == 4 * 24
@@ -65,7 +65,7 @@ def test_answer_has_the_time_and_memory_of_a_gpu_by_name():
     assert eight.peak_bytes() == sorted(eight.peak_bytes(), reverse=True)
 
 
-def test_a_faster_gpu_is_faster_and_a_larger_one_fits_more():
+def test_a_step_on_a_faster_gpu_is_faster_and_more_fits_on_a_larger_one():
     names = ("K80", "V100", "A100", "H100")
     found = [answer("1F1B", 4, 8, name) for name in names]
     times = [each.simulated.makespan for each in found]
@@ -86,7 +86,7 @@ def test_the_network_needs_more_than_one_gpu():
     assert max(answer("1F1B", 2, 64, "H100").peak_bytes()) < memory_bytes
 
 
-def test_interleaving_keeps_more_in_smaller_pieces():
+def test_interleaving_keeps_more_activations_in_smaller_pieces():
     plain, woven = answer("1F1B", 4, 8, "A100"), answer("interleaved 1F1B, 2 chunks", 4, 8, "A100")
     activations = 8 * plain.cost.activation_bytes
     held = plain.peak_bytes()[0] - 4 * activations

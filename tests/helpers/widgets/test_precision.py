@@ -7,7 +7,7 @@ from helpers.widgets import precision
 from helpers.widgets.precision import FORMATS, SCALES, answer
 
 
-def test_without_a_large_number_no_scale_loses_any():
+def test_without_a_large_number_no_scale_rounds_numbers_to_zero():
     for per in SCALES:
         assert answer("e4m3", per, "one number", 1).zero < 0.001
     assert answer("e4m3", "tensor", "one number", 1).error == pytest.approx(0.026, rel=0.1)

@@ -11,7 +11,7 @@ def test_sixteen_gpus_are_two_stages_of_one_host_each():
     assert serving.server_of("8B", 2, "bfloat16").pp == 1
 
 
-def test_batches_go_up_to_what_fits():
+def test_batch_sizes_go_up_to_what_fits():
     server = serving.server_of("70B", 2, "bfloat16")
     points = serving.batches_of(server, 8192)
     assert [batch for batch, _, _ in points] == [1, 2, 4, 5]

@@ -23,7 +23,7 @@ def timeline(makespan_s):
         (1, "InfiniBand NDR, one GPU per host", (8192, 1, 1, "NVLink 4")),
     ],
 )
-def test_each_place_names_its_link_and_its_hosts(degree, place, asked):
+def test_the_layer_gets_the_link_and_the_hosts_of_each_place(degree, place, asked):
     def layer(width, degree, hosts, link):
         return width, degree, hosts, link
 

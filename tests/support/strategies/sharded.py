@@ -1,4 +1,4 @@
-"""Parameters split as well, by fully_shard; a checkpoint read by other ranks than those that wrote it."""
+"""Parameters split as well, by fully_shard; a checkpoint read by fewer ranks than wrote it."""
 
 import shutil
 import tempfile
@@ -97,7 +97,7 @@ def checkpoint_on_other_ranks(rank, world_size, device_type):
         dcp.load(state, checkpoint_id=folder, no_dist=True)
         plain.load_state_dict(state["model"])
     dist.barrier()
-    if rank == 0:  # nobody reads any more
+    if rank == 0:  # every rank has read it
         shutil.rmtree(folder)
     expected = [p.detach() for p in network(3).parameters()]
     for mine in (found or expected, parameters_of(plain)):

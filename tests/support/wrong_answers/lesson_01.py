@@ -58,7 +58,7 @@ WRONG = {
         ),
         # The name of a single kind of GPU.
         (_moving(last="return batch.to('gpu:1')"), "Move a tensor to the device"),
-        # Anything with a method of that name.
+        # Accepts anything with a method of that name.
         (
             _moving(
                 "if hasattr(batch, 'to'):\n        return batch.to(device)",
@@ -72,7 +72,7 @@ WRONG = {
         # A copy where none is needed.
         (
             _moving(_parts("torch.Tensor", "batch.to(device, copy=True)")),
-            "returns the tensor itself",
+            "on the device, .to(device) returns it",
         ),
         # By way of the CPU: two copies from one GPU to the other.
         (
@@ -89,7 +89,7 @@ WRONG = {
             _moving(
                 _TENSOR, _parts("(list, tuple)", "[to_device(part, device) for part in batch]")
             ),
-            "Keep the kind of each container",
+            "Keep the type of each container",
         ),
         # Dicts are forgotten.
         (
@@ -171,7 +171,7 @@ WRONG = {
         # The weights are dropped, and the error with them.
         (_script(weighted=""), "centering by `mean` as in the script"),
         # A Python number instead of NumPy's.
-        (_script(last="return loss.item()"), "as a NumPy number"),
+        (_script(last="return loss.item()"), "as a NumPy array"),
     ],
     "1.3": [
         # The numbers do not change.

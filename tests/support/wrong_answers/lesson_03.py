@@ -98,16 +98,16 @@ def train_epoch_quietly(model, loader, optimizer, device):
 
 WRONG = {
     "3.1": [
-        (evaluation(result="right / count, loss_sum / count"), "The share is first"),
+        (evaluation(result="right / count, loss_sum / count"), "The fraction is first"),
         (evaluation(result="loss_sum / count, right"), "Divide the sum"),
-        ("evaluate = evaluate_with_faults", "Dropout is still on"),
+        ("evaluate = evaluate_with_bugs", "Dropout is still on"),
         (evaluation(guard="torch.enable_grad()"), "no_grad() saves"),
         (evaluation(back="pass"), "Save model.training"),
         (evaluation(counted="loader.batch_size"), "Each image counts once"),
         (evaluation(result="torch.tensor(loss_sum / count), right / count"), ".item() turns"),
         (evaluation(mode="model.eval().requires_grad_(False)"), "no longer require gradients"),
         ("def evaluate(model, loader, device):\n    return 0.05, 0.98", "The loss."),
-        ("def evaluate(model, loader, device):\n    return 0.98", "(mean loss, share right)"),
+        ("def evaluate(model, loader, device):\n    return 0.98", "(mean loss, fraction correct)"),
     ],
     "3.2": [
         (epoch(added="loss.item() * len(labels)"), "values read back"),

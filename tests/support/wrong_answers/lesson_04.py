@@ -7,7 +7,7 @@ WRONG = {
             "def replica_sizes(b, n):\n"
             "    s = -(-b // n)\n"
             "    return [max(0, min(s, b - i * s)) for i in range(n)]",
-            "Leave out the GPUs that get nothing",
+            "Leave out the GPUs that get no samples",
         ),
         (
             "def replica_sizes(b, n):\n"
@@ -53,7 +53,7 @@ WRONG = {
         ),
         (
             "def wrap(lstm, gpus):\n    return nn.DataParallel(lstm.to(gpus[0]), gpus, dim=2)",
-            "the dimension that counts the sequences",
+            "the batch dimension must be the one",
         ),
         (
             "def wrap(lstm, gpus):\n"

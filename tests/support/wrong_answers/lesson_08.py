@@ -82,7 +82,7 @@ WRONG = {
             "        return self.c(self.b(self.a(x.to(a)).to(b)).to(c))",
             "not enough values to unpack",
         ),
-        (_staged().replace("return hidden", "pass"), "forward returns"),
+        (_staged().replace("return hidden", "pass"), "forward must return"),
     ],
     "8.2": [
         (

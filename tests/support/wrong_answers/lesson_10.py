@@ -34,7 +34,7 @@ WRONG = {
         # Three warm-up forwards, even with one micro-batch.
         (_order(warm="3 - stage"), "These rows aren't a schedule"),
         # Without the backwards at the end.
-        # Numbers, not texts.
+        # Numbers instead of strings.
     ],
     "10.2": [
         # Equally many layers each.

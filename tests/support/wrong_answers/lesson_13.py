@@ -158,7 +158,7 @@ mended = {
         (_loss(largest="largest = torch.zeros_like(largest)"), "exp overflows"),
         *((_loss().replace("amax(1)", shift), "exp overflows") for shift in ("mean(1)", "amin(1)")),
         (
-            # One word more at the front.
+            # One more word at the front.
             _loss().replace("own >= 0", "own >= -1"),
             "which one rank has and all others",
         ),

@@ -32,7 +32,7 @@ def main(rank, world):
 """
 
 
-def test_what_only_nccl_offers_is_refused_in_a_sentence():
+def test_what_only_nccl_offers_is_refused_with_a_clear_message():
     (said,) = launch.run(cell(MESSAGES)["main"], 1, gpu="V100")
     for kind, begin in {
         "empty": "empty() on vgpu: symmetric memory",

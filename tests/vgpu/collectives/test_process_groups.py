@@ -64,7 +64,7 @@ COLLECTIVES = {
         "out = [tensor for part in parts for tensor in part]"
     ),
 }
-# These have no asynchronous form, or only that.
+# These have no asynchronous form, or only an asynchronous one.
 AT_ONCE = {
     "send, recv": (
         "out = [make(3)]\n"

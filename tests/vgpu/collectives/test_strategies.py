@@ -13,7 +13,7 @@ from vgpu import launch
 
 cloudpickle.register_pickle_by_value(strategies)
 
-# Every third way in each group.
+# Every third strategy of each group.
 WAYS = {group: ways if ALL else ways[::3] for group, ways in strategies.WAYS.items()}
 BY_BATCH = ("ddp", "fsdp", "hybrid_sharding", "fsdp_without_resharding")
 

@@ -36,7 +36,7 @@ def test_an_operator_without_a_row_is_refused():
         torch.ops._c10d_functional.batch_p2p_ops(*message)
 
 
-def test_an_operator_has_one_row():
+def test_no_operator_has_two_rows():
     assert sum(len(each.operators) for each in COLLECTIVES.values()) == len(NAMES)
 
 

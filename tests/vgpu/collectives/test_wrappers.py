@@ -14,7 +14,7 @@ from vgpu.tensor import generators
 pytestmark = pytest.mark.virtual_gpus(2)
 
 
-def test_a_wrapper_shows_the_virtual_device_and_moves():
+def test_a_wrapper_shows_the_virtual_device_and_can_be_moved():
     class Around(torch.Tensor):
         """A wrapper subclass, as anyone might write it."""
 

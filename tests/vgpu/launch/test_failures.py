@@ -45,7 +45,7 @@ TABLE = [
         nprocs=3,
     ),
     Fault(
-        "the same exception everywhere",
+        "the same exception on every rank",
         "return 1 / 0",
         launch.RankRaised,
         ["rank 0 of 3 raised ZeroDivisionError", "The same happened on ranks 1 and 2."],
@@ -83,7 +83,7 @@ except ZeroDivisionError as error:
         ["rank 0 of 2 returned something that can't be sent back", "lock", "model.module"],
     ),
     Fault(
-        "a result that cannot be rebuilt here",
+        "a result that cannot be unpickled",
         "return DDP(torch.nn.Linear(1, 1))",
         launch.LaunchError,
         ["the result of rank 0 was sent, but can't be rebuilt here", "model.module"],
@@ -142,7 +142,7 @@ except ZeroDivisionError as error:
         ["never would have", "rank 0 brings [[2]] Float; rank 1 brings [[3]] Float"],
     ),
     Fault(
-        "groups in different order",
+        "groups used in a different order",
         """
 groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
 for group in groups[:: 1 - 2 * rank]:
@@ -208,7 +208,7 @@ if rank == 0: net(torch.ones(1, 2))""",
         ["rank 0 waits in a gather or reduction of fully_shard, ", "rank 1 never came"],
     ),
     Fault(
-        "work that is only slow",
+        "ranks that are only slow",
         "while True: pass",
         launch.RanksHung,
         ["after 500 ms, 2 of 2", "No rank is waiting for another: they may just need more time"],
@@ -231,16 +231,17 @@ if rank == 0: net(torch.ones(1, 2))""",
         ],
     ),
     Fault(
-        "a group that one rank makes alone",
+        "a group that only one rank creates",
         "if rank: dist.new_group([0, 1])\ndist.barrier()",
         launch.RanksHung,
         ["never would have", "new_group([0, 1]): rank 1 came, rank 0 never came"],
     ),
 ]
-if sys.platform == "linux":  # on other systems, nothing tells what the dead rank had brought
+# On other systems, nobody can tell what type the dead rank's tensor had.
+if sys.platform == "linux":
     TABLE.append(
         Fault(
-            "types that differ",
+            "different dtypes",
             "dist.all_reduce(torch.ones(4, dtype=torch.float64 if rank else torch.float32))",
             launch.RankDied,
             [
@@ -254,7 +255,7 @@ if sys.platform == "linux":  # on other systems, nothing tells what the dead ran
 
 @pytest.fixture(autouse=True)
 def _early_looks(monkeypatch):
-    """What's found matters here, not how long the first look at the ranks is delayed."""
+    """Look at the ranks soon: what's found matters here, not how long the first look is delayed."""
     monkeypatch.setattr(launcher, "FIRST_LOOK_S", 0.1)
 
 

@@ -36,7 +36,7 @@ def test_a_rank_that_still_computes_is_not_a_certain_hang():
 
 def test_ranks_in_the_same_collective_are_not_deadlocked():
     assert not is_deadlock([waiting(started(1)), waiting(started(1))])
-    # One has moved on to the next while the other is finishing.
+    # One rank has moved on to the next collective while the other is finishing this one.
     ahead = waiting(started(1, finished=True), started(2))
     assert not is_deadlock([ahead, waiting(started(1))])
 
@@ -52,7 +52,7 @@ def test_all_reduce_of_different_sizes_is_a_mismatch():
     ranks = [waiting(started(1)), waiting(started(1, shape=(3,)))]
     assert is_deadlock(ranks)
     assert "Mismatch in all_reduce" in explain(ranks, str)
-    # One has finished with what had arrived, and waits for the other in the next.
+    # One rank has finished with what had arrived, and waits for the other in the next collective.
     ahead = waiting(started(1, finished=True), started(2, name="barrier"))
     assert is_deadlock([ahead, waiting(started(1, shape=(3,)))])
 

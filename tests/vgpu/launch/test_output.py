@@ -93,7 +93,7 @@ def test_by_rank_shows_one_rank_after_the_other(capsys):
     assert shown == ["[rank 0] 0", "[rank 0] 1", "[rank 1] 0", "[rank 1] 1"]
 
 
-def test_errors_warnings_and_what_programs_print_is_shown(capsys):
+def test_errors_warnings_and_the_output_of_programs_are_shown(capsys):
     run(
         """
         def main(rank, world_size):

@@ -1,4 +1,4 @@
-"""The parent's end: a killed one leaves nothing behind; a kernel under nbmake shows the output."""
+"""The parent process: when killed, it leaves nothing behind; under nbmake, it shows the output."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ import psutil
 import pytest
 from rights import needs_shared_memory
 
-# What ranks need least: without it, a forkserver starts a second faster.
+# The least that ranks need: a forkserver that imports nothing else starts a second faster.
 FEW_IMPORTS = """
 from vgpu.launch import forkserver
 forkserver.PRELOAD = ("torch", "vgpu.launch.rank")

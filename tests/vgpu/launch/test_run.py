@@ -87,7 +87,7 @@ def test_a_function_may_call_an_operator_by_its_name_in_torch_ops():
     assert launch.run(main, 2) == [2, 3]
 
 
-def test_a_changed_cell_is_what_runs():
+def test_ranks_run_the_latest_version_of_a_cell():
     assert run("def main(rank, world_size): return 'old'", 2) == ["old", "old"]
     assert run("def main(rank, world_size): return 'new'", 2) == ["new", "new"]
 
@@ -126,7 +126,7 @@ def test_a_rank_can_create_its_own_group_from_the_environment():
     assert results == [2, 2]
 
 
-def test_figures_and_large_tensors_come_back():
+def test_figures_and_large_tensors_can_be_returned():
     figure, tensor = run(
         """
         def main(rank, world_size):

@@ -81,7 +81,7 @@ def test_a_growing_storage_moves_and_an_emptied_one_is_free():
         x = of(12)
         x.untyped_storage().resize_(30 * MIB)  # a copy: 12 and 30 at once
         x.untyped_storage().resize_(0)
-        y = of(30)  # in the place of x
+        y = of(30)  # in x's place
     found = record.reserved("vgpu:0")
     assert (found.reserved_bytes, found.allocated_bytes) == (42 * MIB, 30 * MIB)
     assert found.peak_allocated_bytes == 42 * MIB
@@ -92,7 +92,7 @@ def test_blocks_from_before_the_record_come_first():
     kept, gone = of(6), of(30)
     with vgpu.record_memory() as record:
         del gone
-        new = of(29)  # in the place of the 30, whole
+        new = of(29)  # in the block of 30, which isn't split
     found = record.reserved("vgpu:0")
     assert (found.reserved_bytes, found.allocated_bytes) == (50 * MIB, 36 * MIB)
     assert found.segments == 2

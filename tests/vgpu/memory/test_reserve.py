@@ -113,9 +113,9 @@ def test_cached_segments_are_released_before_memory_runs_out():
 def test_a_gpu_reserves_more_than_it_has_if_cuda_would_run_out():
     parts = [of(20) for _ in range(12)]
     del parts[::2]
-    x = of(130)  # beside 120 in use
+    x = of(130)  # while 120 are in use
     assert (torch.vgpu.memory_allocated() // MIB, reserved_mib()) == (250, 250)
-    y = of(4)  # for which there is no segment of 20
+    y = of(4)  # there's no room for a segment of 20
     assert (torch.vgpu.memory_allocated() // MIB, reserved_mib()) == (254, 270)
     assert torch.vgpu.mem_get_info() == (0, 256 * MIB)
     with pytest.raises(torch.OutOfMemoryError, match=r"this process has 256\.00 MiB memory in use"):
@@ -153,7 +153,7 @@ def some_program(ask, seed=0):
 
 @pytest.mark.parametrize("longest_log", [8, 2**21])
 @pytest.mark.parametrize("shapes", [False, True])
-def test_the_reserve_equals_what_a_record_replays(longest_log, shapes, monkeypatch):
+def test_reserved_bytes_equal_those_that_a_record_replays(longest_log, shapes, monkeypatch):
     monkeypatch.setattr(records, "_LONGEST_LOG", longest_log)
     asked = []
     mode = vgpu.shapes_only() if shapes else torch.no_grad()

@@ -16,7 +16,7 @@ def in_attention(step):
     return sum(e.flop for e in step.timeline.events if "attention" in e.name)
 
 
-def test_ranks_share_what_one_would_compute():
+def test_ranks_divide_the_computation_of_a_single_rank():
     """Each computes the causal half of its own part, and half of its part's scores with each other part."""
     one, four = predict(plan(Layout())), predict(plan(Layout(cp=4)))
     assert in_attention(one) == 4 * in_attention(four)

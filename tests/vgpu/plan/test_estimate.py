@@ -35,7 +35,7 @@ def cost(gpus_per_host=8, network="InfiniBand NDR", **shares):
     )
 
 
-def test_an_estimate_has_the_flops_that_a_counter_counts():
+def test_estimated_flops_are_those_that_a_counter_counts():
     small = TransformerSizes(2, 256, 8, 4, 512, 1024, sequence=128)
     model, tokens = Transformer(small), torch.zeros(1, 128, dtype=torch.int64)
     # For fused attention on the CPU, torch 2.15 counts the scores twice in backward, and 2.14 not
@@ -103,7 +103,7 @@ def sent_on_a_cluster(model, tensor, data):
     return sent
 
 
-def test_one_gpu_sends_nothing_and_computes_six_flops_a_parameter_and_token():
+def test_one_gpu_sends_nothing_and_computes_six_flops_per_parameter_and_token():
     small = dataclasses.replace(LLAMA["8B"], sequence=64)
     found = mesh_step(dict.fromkeys(DIMENSIONS, 1), small, 4, cost())
     assert [each.sent_bytes for each in found.traffic] == [0] * 4
@@ -133,7 +133,7 @@ def test_the_bubble_is_that_of_1f1b():
     assert found.bubble_s / found.compute_s == pytest.approx((8 - 1) / 8)
 
 
-def test_the_ring_counts_what_lesson_14_counts_on_ranks():
+def test_ring_attention_sends_the_bytes_that_lesson_14_counts_on_ranks():
     """Keys and values n - 1 times, then n times together with gradients in float32."""
     found = mesh_step(dict.fromkeys(DIMENSIONS, 1) | {"context": 4}, MODEL, 1, cost())
     keys = 8192 // 4 * 128 * 8
@@ -151,7 +151,7 @@ def test_a_slow_network_slows_only_what_goes_over_it():
         assert slow.of(name).link == "Ethernet, 100 Gb/s, TCP"
 
 
-def test_the_slowest_group_counts_not_rank_0s():
+def test_the_time_is_that_of_the_slowest_group_not_of_rank_0s():
     found = mesh_step({"pipeline": 5, "data": 8, "tensor": 1, "context": 1}, MODEL, 64, cost())
     assert found.of("pipeline").ranks == (
         15,
@@ -179,6 +179,6 @@ def test_the_slowest_group_counts_not_rank_0s():
         ({"expert": 2}, "sizes must name each of tensor, context, pipeline, data"),
     ],
 )
-def test_sizes_that_are_not_divisible_are_named(changes, words):
+def test_the_error_for_an_impossible_mesh_names_the_size(changes, words):
     with pytest.raises(ValueError, match=words):
         mesh_step(SIZES | changes, MODEL, 64, cost())

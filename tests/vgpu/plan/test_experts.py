@@ -26,7 +26,7 @@ def made(sizes=EXPERTS, seed=0):
 def one_by_one(module, tokens, ranks=None):
     """Send each token through its experts, as if each had room for all.
 
-    ranks: on how many of two ranks they may be.
+    ranks: how many of two ranks a token may be sent to.
     """
     chances = F.linear(tokens, module.router).softmax(-1)
     if ranks == 1:
@@ -82,7 +82,7 @@ def whole_and_part(rank, world_size):
     return [float((a - b).abs().max()) for a, b in pairs]
 
 
-def test_experts_of_several_ranks_compute_what_each_would_with_all():
+def test_experts_divided_among_ranks_compute_what_a_rank_with_all_of_them_would():
     for differences in launch.run(whole_and_part, 2):
         assert max(differences) < 1e-4
 

@@ -23,7 +23,7 @@ def test_extrapolated_time_and_bytes_are_those_of_all_layers(layout):
     plan = Plan(SIZES, layout, 4, 1024, "full")
     few = extrapolate(
         dataclasses.replace(plan, gpu="A100"), gpu=plan.gpu
-    )  # this cost is the plan's
+    )  # the plan's own GPU, passed as a cost
     whole = predict(plan)
     assert few.plan == plan
     assert few.seconds() == pytest.approx(whole.seconds, rel=0.01)
@@ -38,7 +38,7 @@ def test_extrapolated_time_and_bytes_are_those_of_all_layers(layout):
 
 
 @pytest.mark.parametrize("layout", sample([Layout(2, 4, 2), Layout(dp_replicate=16)], 1), ids=str)
-def test_a_rank_need_not_train_first(layout):
+def test_a_rank_can_be_recorded_without_an_earlier_step(layout):
     plan = Plan(dataclasses.replace(SIZES, layers=4), layout, 2, 1024, "selective")
     with on_cluster(plan):
         first, second = (Rank(plan, takes_a_step).recorded(plan) for takes_a_step in (False, True))
@@ -55,7 +55,7 @@ def test_a_rank_need_not_train_first(layout):
 
 
 def test_earlier_ddp_in_the_same_process_does_not_change_bytes(tmp_path):
-    """Its group is gone, and the next one gets the same name."""
+    """DDP's group is gone, and the plan's group gets the same name."""
     store = (tmp_path / "store").as_uri()
     dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     with vgpu.enable(1):

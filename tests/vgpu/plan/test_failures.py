@@ -67,7 +67,7 @@ def test_youngs_formula_finds_the_best_interval():
     assert at_best > expected_goodput(best * 4, **costs) + 0.05
 
 
-def test_llama_3_failed_every_three_hours():
+def test_the_time_between_failures_is_that_published_for_llama_3():
     """54 days, 419 interruptions."""
     assert mean_time_between_failures_s(16_384) / 3600 == pytest.approx(54 * 24 / 419)
     assert mean_time_between_failures_s(8) / 86_400 == pytest.approx(54 / 419 * 2048)

@@ -18,7 +18,7 @@ def plan(layout, **options):
     return Plan(SMALL, layout, 2, 128, gpus_per_host=4, **options)
 
 
-def test_output_and_gradients_are_a_linear_layers_except_for_rounding():
+def test_output_and_gradients_match_a_linear_layers_up_to_rounding():
     torch.manual_seed(0)
     with vgpu.enable(1, gpu="H100"):
         plain = nn.Sequential(nn.Linear(64, 32, bias=False)).bfloat16().to("vgpu")

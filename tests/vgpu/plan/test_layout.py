@@ -93,7 +93,7 @@ class Cycle:
         self.itself = self
 
 
-def test_cycles_that_a_block_leaves_are_collected_at_its_end():
+def test_reference_cycles_left_by_a_block_are_collected_when_it_ends():
     kept, inside = Cycle(), None
     with without_garbage():
         inside = weakref.ref(Cycle())

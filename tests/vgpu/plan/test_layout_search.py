@@ -55,7 +55,7 @@ def test_a_few_blocks_predict_the_time_and_bytes_of_all(layout, again, recompute
 
 
 def test_a_plan_that_is_skipped_is_not_faster_or_does_not_fit(monkeypatch):
-    """Every plan is also predicted in full, those of one layout by one rank."""
+    """Every plan is also predicted in full, with one rank for all plans of a layout."""
     monkeypatch.setattr(layout_search, "_confirm", lambda *_: None)  # which reserves more
     plan = with_memory(APART, 34_000_000)
     found = search(plan, sequences=2)
@@ -94,7 +94,7 @@ def test_ranks_of_tp_are_neighbors_in_one_host():
         plan = dataclasses.replace(GUESS, layout=Layout(dp_shard=ranks), gpus_per_host=6)
         return {p.layout.tp for p in layout_search._plans(plan, sequences=None)}
 
-    assert degrees(12) == {1, 2}  # of 4, ranks 4 to 7 would be in two hosts
+    assert degrees(12) == {1, 2}  # with tp=4, ranks 4 to 7 would span two hosts
     assert degrees(4) == {1, 2, 4}
 
 
@@ -106,7 +106,7 @@ def free():
 
 @pytest.fixture(scope="module")
 def tight(free):
-    """A plan with room for what the fastest allocates, but not for what's reserved for it."""
+    """A plan with room for what the fastest plan allocates, but not for what it reserves."""
     plan = with_memory(APART, free.best[0].step.reserved_bytes - 1)
     return plan, search(plan, sequences=2, processes=1)
 
@@ -115,7 +115,7 @@ def test_the_fastest_plans_are_predicted_in_full_until_some_fit(free, tight):
     assert [one.step is not None for one in free.best] == [True, False]
     first = free.best[0]
     assert first.tokens_per_s == first.step.tokens_per_s
-    # Plans left out because they gather more get their chance if the fastest doesn't fit.
+    # Plans that were skipped because they gather more are tried if the fastest doesn't fit.
     _, found = tight
     assert found.reasons[layout_search._RESERVED] == 1
     assert found.best[0].step.fits and found.best[0].plan.layout == first.plan.layout
@@ -183,7 +183,7 @@ OWN = (
 )
 
 
-def test_the_command_prints_the_best_and_why_others_were_ruled_out(capsys):
+def test_the_command_prints_the_best_plans_and_why_others_were_ruled_out(capsys):
     command.main([*OWN.split(), "--search", "--hosts", "1", "--sequences", "2"])
     shown = capsys.readouterr().out
     assert "dp_shard 2" in shown and "not tried" in shown and layout_search._MORE_WORK in shown

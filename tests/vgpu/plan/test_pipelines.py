@@ -54,7 +54,7 @@ def test_parameters_are_gathered_once_and_gradients_summed_once():
     assert again > gathers and same == sums
 
 
-def test_pytorchs_own_pipeline_takes_as_long_and_as_many_bytes():
+def test_pytorchs_own_pipeline_takes_as_long_and_allocates_as_many_bytes():
     """Two ranks of torch.distributed.pipelining, recorded and simulated together."""
     layout = Layout(pp=2)
     whole = plan(layout, 6, micro_batches=3, gpus_per_host=1)
@@ -122,7 +122,7 @@ def test_micro_batches_in_flight_are_counted_and_so_are_their_bytes():
 
 
 @pytest.mark.parametrize("chunks", sample([2, 1], 1))
-def test_few_micro_batches_show_what_many_do(chunks, monkeypatch):
+def test_a_few_micro_batches_predict_the_time_and_bytes_of_many(chunks, monkeypatch):
     whole = plan(Layout(pp=2), 8, chunks=chunks, micro_batches=8, gpus_per_host=2)
     short = shortened(whole)
     assert short.micro_batches < 8
@@ -214,7 +214,7 @@ def test_the_trace_has_a_row_for_each_stages_rank(tmp_path, capsys):
     assert any(row["args"]["module"].startswith("3B1") for row in kernels)
 
 
-def test_smaller_micro_batches_are_among_what_would_fit():
+def test_smaller_micro_batches_are_tried_if_a_plan_does_not_fit():
     assert {"micro_batches": 4} in command._changes(plan(Layout(pp=2), 4))
 
 

@@ -47,7 +47,7 @@ def test_a_gpu_reserves_no_room_for_the_whole_model():
     assert step.reserved_bytes < 4 * sizes.parameters
 
 
-def test_each_degree_sends_its_own_collectives():
+def test_each_kind_of_parallelism_sends_its_own_collectives():
     def sent(layout):
         step = predict(Plan(SMALL, layout, sequence=128, gpus_per_host=4))
         return {e.name for e in step.timeline.events if e.kind == "collective"}
@@ -103,7 +103,7 @@ def test_predict_refuses_an_impossible_plan(options, message):
         predict(Plan(**{"sizes": SMALL, "layout": Layout(), "gpus_per_host": 4, **options}))
 
 
-def test_a_sequence_has_the_models_length_unless_one_is_given():
+def test_a_sequence_has_the_models_length_unless_a_length_is_given():
     assert Plan(SMALL, Layout()).sequence == 128
     assert read("--sequence 64")[0].sequence == 64
 
@@ -124,7 +124,7 @@ def test_the_command_prints_bytes_time_and_speed_and_writes_a_trace(tmp_path, ca
     assert any(row["name"].startswith("nccl") for row in rows)
 
 
-def test_compiling_and_gathering_once_are_options():
+def test_the_command_has_options_for_compiling_and_for_gathering_once():
     plan, costs = read("--dp-shard 4 --batch 8 --no-reshard-after-forward --compile")
     assert plan.sizes == dataclasses.replace(SMALL, sequence=LLAMA["8B"].sequence)
     assert costs == {"fuses": True} and not plan.reshard_after_forward
@@ -160,7 +160,7 @@ def test_async_tp_is_an_option_of_a_plan(capsys):
     assert "--async-tp is a pass of torch.compile: also give --compile" in capsys.readouterr().err
 
 
-def test_gpus_may_differ_in_speed():
+def test_products_take_longer_if_gpus_differ_in_speed():
     plan = Plan(SMALL, Layout(dp_shard=8), batch=8, sequence=128)
     step = predict(plan, speed_spread=0.1)
     in_products_s = [
@@ -171,8 +171,8 @@ def test_gpus_may_differ_in_speed():
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(pp=2)])
-def test_a_cost_that_is_the_plans_own_changes_the_plan(layout):
-    """Its utilization is relative to the GPU that computes."""
+def test_predicting_with_another_gpu_and_network_changes_the_plan(layout):
+    """Utilization is then relative to the other GPU."""
     plan = Plan(SMALL, layout, batch=2, sequence=128, gpus_per_host=2)
     on_other = predict(plan, gpu="A100", network="Ethernet 100", arithmetic_share=0.4)
     other = dataclasses.replace(plan, gpu="A100", network="Ethernet 100")
@@ -182,7 +182,7 @@ def test_a_cost_that_is_the_plans_own_changes_the_plan(layout):
     assert on_other.timeline.makespan_s == expected.timeline.makespan_s
 
 
-def test_the_command_says_what_would_fit(capsys):
+def test_the_command_says_which_plans_would_fit(capsys):
     # Two GPUs per host, so that there are few layouts to try.
     run("--dp-shard 4 --batch 20000 --gpus-per-host 2 --gpu A100")
     shown = capsys.readouterr().out
@@ -195,7 +195,7 @@ def test_the_command_says_what_would_fit(capsys):
     ("recompute", "advice"),
     [("full", "--reshard-after-forward"), ("none", "--recompute full --reshard-after-forward")],
 )
-def test_gathering_again_is_among_what_would_fit(recompute, advice):
+def test_the_command_advises_gathering_again_if_that_would_fit(recompute, advice):
     """If everything else has been tried or is impossible; it used to say "Use more GPUs"."""
     sizes = TransformerSizes(4, 512, 8, 4, 1024, 1024)
     gpu = dataclasses.replace(vgpu.PRESETS["H100"], memory_bytes=110 * 2**20)
@@ -215,7 +215,7 @@ def test_gathering_again_is_among_what_would_fit(recompute, advice):
         ("--batch 1000000000", "use a smaller batch or shorter sequences"),
     ],
 )
-def test_the_command_refuses_in_a_sentence(capsys, options, message):
+def test_the_command_refuses_impossible_plans_with_a_clear_message(capsys, options, message):
     with pytest.raises(SystemExit) as left:
         run(options)
     error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Requests in a queue: when each token comes, depending on the schedule, and what schedules may not do."""
+"""Requests in a queue: when each token is ready under each schedule, and what's refused."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def test_a_lone_request_takes_its_prefill_and_then_a_step_for_each_token():
     assert served.gaps_s == pytest.approx(steps)
 
 
-def test_a_whole_prompt_stops_others_and_a_chunked_one_does_not():
+def test_a_whole_prompt_stops_other_requests_and_a_chunked_one_does_not():
     requests = [Request(0.0, 100, 50), Request(0.05, 8000, 2)]
     whole = simulate_queue(SERVER, requests, whole_prompts)
     chunks = simulate_queue(SERVER, requests, chunked_prefill(256))
@@ -56,7 +56,7 @@ def test_a_request_waits_until_the_cache_has_room():
     assert second.token_s[0] > first.token_s[-1] + server.prefill_s(20_000) * 0.99
 
 
-def test_a_request_that_comes_with_its_cache_computes_only_the_rest():
+def test_a_request_that_arrives_with_its_cache_computes_only_the_rest():
     (served,) = simulate_queue(SERVER, [Request(0.0, 8001, 2, cached=8000)], whole_prompts)
     assert served.first_token_s == SERVER.forward_s([(1, 8000)])
 

@@ -91,7 +91,7 @@ def test_no_action_starts_before_its_inputs_are_ready():
                 assert boxes[need].end + (0.5 if sent else 0) <= box.start
 
 
-def test_the_order_for_one_host_respects_all_needs():
+def test_the_order_for_one_host_respects_all_dependencies():
     for _, _, simulated in bubbles():
         place = {action: index for index, action in enumerate(simulated.order())}
         for action in place:

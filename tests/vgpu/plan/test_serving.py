@@ -59,14 +59,14 @@ def test_prefill_computes_at_the_assumed_share_of_the_peak():
     assert least_s < server.prefill_s(8192) < 1.4 * least_s
 
 
-def test_forwards_add_up_what_each_sequence_brings():
+def test_a_forward_pass_adds_up_the_work_of_its_sequences():
     server = Server(LLAMA["8B"])
     assert server.forward_s([(1, 99)] * 4) == server.decode_s(4, 99)
     assert server.forward_s([(300, 0)]) == server.prefill_s(300)
     assert server.forward_s([(300, 0), (1, 99)]) > server.prefill_s(300)
 
 
-def test_small_sums_take_one_shot_and_large_ones_a_ring():
+def test_small_all_reduces_take_one_shot_and_large_ones_a_ring():
     server = Server(LLAMA["70B"], tp=8)
     link, small, large = server.cost.link, 16_384, 2**28
     share = link.bandwidth_bytes_per_s * server.cost.link_share
@@ -112,7 +112,7 @@ def test_a_server_refuses_impossible_settings(options, message):
         Server(LLAMA["8B"], **options)
 
 
-def test_other_costs_bring_another_gpu_with_its_link():
+def test_with_costs_changes_the_gpu_together_with_its_link():
     server = Server(LLAMA["8B"]).with_costs(gpu="A100", memory_share=0.7)
     assert server.cost.link == vgpu.PRESETS["A100"].link
     assert server.cost.memory_share == 0.7

@@ -50,7 +50,7 @@ def test_attention_has_the_values_computed_by_hand(model):
     torch.testing.assert_close(found, attention.output(wanted))
 
 
-def test_only_the_distance_of_positions_matters(model):
+def test_only_the_distance_between_positions_matters(model):
     """A query and a key that are both shifted by three positions have the same product."""
     query, key = torch.randn(8), torch.randn(8)
     turned = [rotated(v.expand(1, 1, 16, 8), model.cos, model.sin)[0, 0] for v in (query, key)]
@@ -59,7 +59,6 @@ def test_only_the_distance_of_positions_matters(model):
 
 
 def test_rotated_vectors_of_doubles_keep_their_length():
-    """A rotated vector keeps its length."""
     heads = torch.randn(2, 4, 16, 8, dtype=torch.double)
     angles = torch.rand(16, 4, dtype=torch.double)
     turned = rotated(heads, angles.cos(), angles.sin())

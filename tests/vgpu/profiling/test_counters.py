@@ -134,13 +134,13 @@ def with_dtensors(rank, world_size):
     return sent.calls, sent.names, [name for name, _ in noted]
 
 
-def test_collectives_of_dtensors_and_of_backward_passes_count():
+def test_collectives_of_dtensors_and_of_backward_passes_are_counted():
     calls, names, noted = launch.run(with_dtensors, 4, gpu="V100")[0]
     assert calls == [
         ("all_gather", 4 * 256),
         ("all_to_all", 256),
         ("reduce_scatter", 256),
-        ("all_reduce", 256),  # the gradient of what every rank has
+        ("all_reduce", 256),  # the gradient of the replicated weight
     ]
     assert names == [name for name, _ in calls]
     assert noted == ["all_gather", "reduce_scatter"]  # under the same names as c10d's

@@ -20,7 +20,7 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def no_garbage():
-    gc.collect()  # from another test, on the same virtual GPU
+    gc.collect()  # garbage of another test on the same virtual GPU
 
 
 def mlp(width=512, layers=3):
@@ -208,6 +208,6 @@ def test_measuring_peaks_leaves_no_hook_and_no_tensor():
         assert torch.vgpu.memory_allocated() == 0 < peak.total_bytes
 
 
-def test_a_model_elsewhere_is_refused():
+def test_a_model_on_the_cpu_is_refused():
     with pytest.raises(ValueError, match=r'the model is on cpu: move it .* model\.to\("vgpu:0"\)'):
         peaks.PeakByCause(mlp())

@@ -97,7 +97,7 @@ def test_softmax_has_the_values_and_gradients_of_float32(name):
     assert torch.equal(x.grad, wide.grad.half())
 
 
-def test_the_operator_is_one_kernel_in_a_recording():
+def test_softmax_of_float16_with_a_float32_result_is_one_kernel():
     x = torch.randn(64, 64, device="vgpu:0").half()
     with vgpu.record() as timeline:
         in_float32("softmax", x)

@@ -99,7 +99,7 @@ WITHOUT_INDEX = {
     "zeros": lambda: torch.zeros(1, device="vgpu"),
     "zeros_like": lambda: torch.zeros_like(torch.ones(1), device="vgpu"),
     "sparse": lambda: torch.eye(2).to_sparse().to("vgpu"),
-    "sparse, made there": lambda: torch.sparse_coo_tensor([[0]], [1.0], (2,), device="vgpu"),
+    "sparse, created there": lambda: torch.sparse_coo_tensor([[0]], [1.0], (2,), device="vgpu"),
     "generator": lambda: torch.Generator("vgpu"),
 }
 
@@ -210,7 +210,7 @@ def test_conjugation_and_negation_stay_lazy(dtype):
     torch.testing.assert_close((v.conj() @ v).cpu(), z.conj() @ z)
 
 
-def test_copies_are_what_torch_makes_of_cpu_tensors():
+def test_copy_and_deepcopy_behave_as_for_cpu_tensors():
     for device in ("cpu", "vgpu:1"):
         layer = nn.Linear(2, 2).to(device)
         layer.weight.tag = "first"
@@ -282,14 +282,14 @@ class OnTheCurrentDevice(torch.autograd.Function):
         return doubled
 
 
-def test_in_backward_the_nodes_device_is_current():
+def test_the_device_of_a_node_is_current_during_its_backward():
     x = torch.ones(2, device="vgpu:2", requires_grad=True)
     OnTheCurrentDevice.apply(x * 1).sum().backward()
     assert x.grad.tolist() == [2, 2]
     assert torch.vgpu.current_device() == 0
 
 
-def test_per_channel_observers_get_their_size():
+def test_per_channel_observers_are_resized_as_on_the_cpu():
     """The operator resizes them, although its schema doesn't say so."""
 
     def observed(device):
@@ -306,7 +306,7 @@ def test_per_channel_observers_get_their_size():
         torch.testing.assert_close(one.cpu(), other)
 
 
-def test_the_old_constructor_keeps_the_device():
+def test_the_legacy_constructor_keeps_the_device():
     x = torch.ones(3, device="vgpu:1")
     for made, shape in ((x.new(2, 4), (2, 4)), (x.new(), (0,)), (x.new([1, 2]), (2,))):
         assert str(made.device) == "vgpu:1"

@@ -155,10 +155,10 @@ REFUSED = {
         QUANTIZED,
     ),
     "nested": (lambda: torch.nested.nested_tensor(PARTS, device=DEVICE), NESTED),
-    "nested of virtual": (lambda: torch.nested.as_nested_tensor([on(1, 2), on(1, 3)]), NESTED),
+    "nested from virtual tensors": (lambda: torch.nested.as_nested_tensor([on(1, 2), on(1, 3)]), NESTED),
     "nested moved": (lambda: torch.nested.nested_tensor(PARTS).to(DEVICE), NESTED),
     "jagged": (lambda: torch.nested.nested_tensor(PARTS, layout=torch.jagged, device=DEVICE), NESTED),
-    "jagged of virtual": (
+    "jagged from virtual tensors": (
         lambda: torch.nested.as_nested_tensor([on(1, 2), on(1, 3)], layout=torch.jagged),
         NESTED,
     ),
@@ -199,7 +199,10 @@ INSTEAD = {
         lambda: torch.ones(2).as_subclass(Subclass).to(DEVICE),
         "Subclass are not supported",
     ),
-    "subclass there": (lambda: on(1, 2).as_subclass(Subclass), "use plain tensors there"),
+    "subclass of a virtual tensor": (
+        lambda: on(1, 2).as_subclass(Subclass),
+        "use plain tensors there",
+    ),
     "storage": (lambda: torch.ones(2).untyped_storage().vgpu(1), "a storage alone"),
 }
 
@@ -215,7 +218,7 @@ def test_a_refusal_says_what_to_do_instead(name):
 @pytest.mark.parametrize(
     ("sparse", "name"), [(False, "torch.vgpu.FloatTensor"), (True, "torch.vgpu.sparse.FloatTensor")]
 )
-def test_a_changed_tensor_is_named_by_its_type_as_on_cuda(sparse, name):
+def test_the_error_for_a_changed_tensor_names_its_type_as_on_cuda(sparse, name):
     x = on(1, 2, 2).requires_grad_()
     y = (x * 1).to_sparse() if sparse else x * 1
     z = torch.mm(y, x)
@@ -250,7 +253,7 @@ def test_a_tensor_larger_than_this_machine_raises_out_of_memory():
             torch.empty(2**45, device="vgpu:1")
 
 
-def test_after_disable_tensors_live_on_and_new_ones_are_refused():
+def test_after_disable_existing_tensors_work_and_new_ones_are_refused():
     x = on(1, 2).requires_grad_()
     with vgpu.enable(2) as lab:
         lab.disable()
@@ -280,7 +283,7 @@ def with_dual(use):
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
-def test_forward_mode_says_that_it_is_not_supported(call):
+def test_forward_mode_is_refused_with_a_clear_message(call):
     with pytest.raises(NotImplementedError, match=r"forward-mode .* not supported on virtual GPUs"):
         call()
     with torch.autograd.forward_ad.dual_level():

@@ -35,7 +35,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_tensors_from_outside_and_inside_are_distinguished(name):
+def test_tensors_from_outside_and_inside_inference_mode_are_distinguished(name):
     for device in ("cpu", DEVICE):
         outside = torch.arange(6.0).reshape(2, 3).to(device)
         with torch.inference_mode():
@@ -48,14 +48,14 @@ def test_tensors_from_outside_and_inside_are_distinguished(name):
         assert torch.equal(found.cpu(), VIEWS[name](torch.arange(6.0).reshape(2, 3)))
 
 
-def test_writing_to_an_inference_tensor_outside_is_refused():
+def test_writing_to_an_inference_tensor_outside_inference_mode_is_refused():
     with torch.inference_mode():
         y = torch.ones(3, device=DEVICE) * 2
     with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
         y.add_(1)
 
 
-def test_a_module_moves_and_computes_on_slices():
+def test_a_module_can_be_moved_and_called_on_slices():
     for device in ("cpu", DEVICE):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.LayerNorm(4), nn.Linear(4, 2))

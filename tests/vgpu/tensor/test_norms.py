@@ -168,7 +168,7 @@ def step(norm, rows):
 
 
 @pytest.mark.parametrize("values", [nullcontext, vgpu.shapes_only])
-def test_one_kernel_each_way_keeps_the_output_and_one_number_per_row(values):
+def test_rms_norm_is_one_kernel_each_way_and_keeps_one_number_per_row(values):
     rows = 1024
     with values():
         norm = nn.RMSNorm(1024).to("vgpu:1", torch.bfloat16)
@@ -178,7 +178,7 @@ def test_one_kernel_each_way_keeps_the_output_and_one_number_per_row(values):
     assert peak == kept + rows * 1024 * 2 + 1024 * 2  # the gradients of the input and the weight
 
 
-def test_without_autograd_it_is_one_kernel_too():
+def test_rms_norm_is_one_kernel_without_autograd_too():
     norm = nn.RMSNorm(64).to("vgpu:1")
     x = torch.randn(8, 64, device="vgpu:1")
     for without in (torch.no_grad, torch.inference_mode):
@@ -207,7 +207,7 @@ def on_a_rank(rank, world_size, module, parts):
 @pytest.mark.parametrize("gpu", [None, "V100"])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("shape", [(8, 3), (8, 3, 5, 4)])
-def test_unequal_parts_give_the_results_of_the_whole_batch(shape, affine, gpu):
+def test_sync_batch_norm_on_unequal_parts_has_the_results_of_the_whole_batch(shape, affine, gpu):
     kind = nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d
     module = kind(3, affine=affine)
     if affine:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.virtual_gpus(2)
 
 N = 200
 
-# Each on an input, a target between 0 and 1, and a mask.
+# Each is called with an input, a target between 0 and 1, and a mask.
 CALLS = {
     "affine_grid": lambda x, t, m: F.affine_grid(
         x[:2, :3][None], (1, 1, N, N), align_corners=False
@@ -71,7 +71,7 @@ def peak_and_kept(call):
     [(name, contextlib.nullcontext) for name in CALLS]
     + [(name, vgpu.shapes_only) for name in CALLS if name not in NEED_VALUES],
 )
-def test_bytes_are_what_pytorch_asks_an_allocator_for(name, mode):
+def test_allocated_bytes_are_those_that_pytorch_requests_on_the_cpu(name, mode):
     call, on_cpu = CALLS[name], inputs()
     expected = peak_and_kept_on_cpu(lambda: call(*on_cpu))
     with mode():
@@ -103,10 +103,10 @@ M = torch.tensor([[True, False, True], [False, False, True]])
 INDEXED = {
     "two masks": lambda x, m: x[m[:, 0], m[0] | m[1]],
     "mask and integers": lambda x, m: x[m[0].nonzero()[:, 0][:1] * 0, m[0]],
-    "mask behind a slice": lambda x, m: x[:, m[1]],
-    "mask behind None": lambda x, m: x[None, m],
+    "mask after a slice": lambda x, m: x[:, m[1]],
+    "mask after None": lambda x, m: x[None, m],
     "mask of three dimensions": lambda x, m: x.expand(2, 2, 3)[m.expand(2, 2, 3)],
-    "nothing picked": lambda x, m: x[m & ~m],
+    "nothing selected": lambda x, m: x[m & ~m],
     "a mask on the CPU": lambda x, m: x[M],
     "integers on the CPU": lambda x, m: x[torch.tensor([1, 0, 1])],
     "bytes": lambda x, m: x[m.byte()],
@@ -133,14 +133,14 @@ def test_masks_select_what_they_select_on_the_cpu(name):
 
 
 WRONG = {
-    "turned": lambda x, m: x[m.t()],
-    "short": lambda x, m: x[m[:1]],
-    "behind a mask": lambda x, m: x[m[:, 0], m[:, 0]],
+    "transposed": lambda x, m: x[m.t()],
+    "too short": lambda x, m: x[m[:1]],
+    "mask after a mask": lambda x, m: x[m[:, 0], m[:, 0]],
     "too many dimensions": lambda x, m: x[m[None].expand(2, 2, 3)],
     "put": lambda x, m: put(x, (m.t(),), x[m]),
-    "put too few": lambda x, m: put(x, (m,), x[0, :2]),
-    "selected by numbers": lambda x, m: x.masked_select(m.long()),
-    "selected by a turned mask": lambda x, m: x.masked_select(m.t()),
+    "put too few values": lambda x, m: put(x, (m,), x[0, :2]),
+    "select by integers": lambda x, m: x.masked_select(m.long()),
+    "select by a transposed mask": lambda x, m: x.masked_select(m.t()),
 }
 
 
@@ -154,21 +154,24 @@ def test_invalid_masks_raise_the_cpus_errors(name):
     assert str(found.value) == str(expected.value)
 
 
-# Each on a matrix and one number, and how many copies of the matrix CUDA's libraries need.
+# How many copies of the matrix CUDA's libraries need, and a call with a matrix and a number.
 COPIES = {
     "mm": (0, lambda x, s: x @ x),
-    "mm turned": (0, lambda x, s: x.t() @ x),
-    "mm of rows apart": (0, lambda x, s: x[: N // 2, : N // 2] @ x[: N // 2, : N // 2]),
+    "mm transposed": (0, lambda x, s: x.t() @ x),
+    "mm of parts of rows": (0, lambda x, s: x[: N // 2, : N // 2] @ x[: N // 2, : N // 2]),
     "mm expanded": (1, lambda x, s: s.expand(N, N) @ x),
     "mm expanded on the right": (1, lambda x, s: x @ s.expand(N, N)),
-    "mm of rows repeated": (1, lambda x, s: x[:1].expand(N, N) @ x),
+    "mm of a repeated row": (1, lambda x, s: x[:1].expand(N, N) @ x),
     "mm of every other column": (0.5, lambda x, s: x[:, ::2] @ x[: N // 2]),
     "addmm expanded": (1, lambda x, s: torch.addmm(x, s.expand(N, N), x)),
     "bmm of one batch for all": (0, lambda x, s: x.expand(4, N, N).bmm(x.repeat(4, 1, 1))),
     "bmm of one row for all": (4, lambda x, s: x[:1].expand(4, N, N).bmm(x.repeat(4, 1, 1))),
     "linear": (1, lambda x, s: F.linear(x, (x * 1).requires_grad_()).sum().backward()),
     "convolution": (0, lambda x, s: F.conv2d(x[None, None], x[None, None, :3, :3] + 1)),
-    "convolution turned": (1, lambda x, s: F.conv2d(x.t()[None, None], x[None, None, :3, :3] + 1)),
+    "convolution of a transposed input": (
+        1,
+        lambda x, s: F.conv2d(x.t()[None, None], x[None, None, :3, :3] + 1),
+    ),
 }
 
 
@@ -188,7 +191,7 @@ def test_an_operand_that_cudas_libraries_cannot_read_is_copied(name, mode):
         torch.testing.assert_close(result.cpu(), expected, rtol=1e-4, atol=1e-3)
 
 
-def test_each_part_takes_its_time():
+def test_each_part_of_an_operator_is_an_event_of_its_own():
     x, t, m = inputs("vgpu:0")
     with vgpu.record() as timeline:
         F.mse_loss(x, t)

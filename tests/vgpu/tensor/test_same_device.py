@@ -34,7 +34,7 @@ def of_both() -> list[torch.Tensor]:
     ],
     ids=["AdamW", "Adam", "SGD", "Adagrad", "AdamW capturable"],
 )
-def test_learning_rate_may_be_a_tensor_on_the_cpu(make):
+def test_the_learning_rate_may_be_a_tensor_on_the_cpu(make):
     weights = []
     for rate in ("cpu", "a number"):
         weight = nn.Parameter(on(0, 1, 2))
@@ -48,7 +48,7 @@ def test_learning_rate_may_be_a_tensor_on_the_cpu(make):
     torch.testing.assert_close(*weights)
 
 
-def test_learning_rate_on_another_gpu_is_refused():
+def test_a_learning_rate_on_another_gpu_is_refused():
     weight = nn.Parameter(on(0, 1, 2))
     weight.grad = torch.ones_like(weight)
     with pytest.raises(RuntimeError, match="lr is on vgpu:1"):

@@ -103,7 +103,7 @@ def test_a_tensor_created_or_moved_in_the_block_is_a_shape():
     assert repr(made) == "shape([3], device='cpu', dtype=torch.float32)"
 
 
-def test_a_shape_stays_one_after_the_block():
+def test_a_shape_stays_a_shape_after_the_block():
     with vgpu.shapes_only():
         model = nn.Linear(4, 2).to("vgpu:0")
         x = torch.ones(3, 4, device="vgpu:0")
@@ -136,7 +136,7 @@ def test_parameters_stay_the_same_objects_when_they_move():
         optimizer.step()
 
 
-def test_views_share_bytes_and_resizing_counts():
+def test_views_share_bytes_and_resizing_is_counted():
     with vgpu.shapes_only():
         before = torch.vgpu.memory_allocated(0)
         x = torch.empty(1024, 1024, device="vgpu:0")
@@ -179,7 +179,7 @@ def test_deep_copies_share_what_their_originals_share():
     assert copies[0]._block is copies[1]._block
 
 
-def test_integer_indices_have_a_shape_and_masks_have_none():
+def test_shapes_can_be_indexed_by_integers_but_not_by_masks():
     with vgpu.shapes_only():
         x = torch.randn(4, 3, device="vgpu:1", requires_grad=True)
         index = torch.tensor([0, 2, 2], device="vgpu:1")
@@ -192,7 +192,7 @@ def test_integer_indices_have_a_shape_and_masks_have_none():
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
-def test_fused_optimizers_step(kind):
+def test_fused_optimizers_accept_shapes(kind):
     with vgpu.shapes_only(), vgpu.record() as timeline:
         model = nn.Linear(3, 3).to("vgpu:1")
         optimizer = kind(model.parameters(), lr=0.1, fused=True)

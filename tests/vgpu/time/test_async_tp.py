@@ -65,7 +65,7 @@ def scatter(product, dim=0):
     return functional.reduce_scatter_single(product, "sum", dim, dist.group.WORLD).wait()
 
 
-# By hand
+# Times computed by hand
 
 
 def one_product(shard, whole, weight, *others):
@@ -115,7 +115,7 @@ def test_a_reduce_scatter_overlaps_with_the_pieces_of_its_product(link, wanted):
     assert sorted(launched(timeline)) == [*["mm"] * 4, *["permute"] * 3, "sum"]
 
 
-def test_pieces_of_another_dimension_need_no_copy():
+def test_pieces_along_another_dimension_need_no_copy():
     def program(shard, whole, weight, second, third):
         gathered = gather(shard.view(2, 25, 5), 1)
         product = gathered @ weight
@@ -148,7 +148,7 @@ def test_other_readers_of_a_gather_start_after_its_products():
 
 
 @pytest.mark.parametrize("outlives", [False, True])
-def test_a_copy_that_outlives_the_recording_is_made(outlives):
+def test_a_gathered_tensor_is_copied_only_if_it_outlives_the_recording(outlives):
     def program(shard, whole, weight, *others):
         gathered = gather(shard.view(2, 25, 5), 1)
         return gathered @ weight, gathered if outlives else None
@@ -189,7 +189,7 @@ STAY = {
     "gathered on the right": lambda shard, whole, *_: whole.view(5, 200) @ gather(shard),
     "summed over what was gathered": lambda shard, whole, *_: gather(shard).t() @ whole,
     "both factors": both_factors,
-    "a weight of it": a_weight_of_it,
+    "a weight that depends on the gather": a_weight_of_it,
     "product read twice": product_read_twice,
     "sum of products": lambda shard, whole, w, other, _: scatter(whole @ w + whole @ other),
     "on another stream": on_another_stream,
@@ -209,7 +209,7 @@ def test_a_group_across_hosts_keeps_its_times():
     assert times(timeline) == times(recorded(one_product, hosts=2, async_tp=False))
 
 
-def test_async_tp_needs_fusion():
+def test_async_tp_without_fusion_is_refused():
     with pytest.raises(ValueError, match="needs fuses=True"):
         recorded(one_product, fuses=False)
     plain = recorded(one_product, fuses=False, async_tp=False)

@@ -1,4 +1,4 @@
-"""Kernels concurrent with collectives, by hand-computed microseconds.
+"""Kernels that run during collectives: their times, computed by hand.
 
 In the toy, two ranks send 1 GB/s each, and a GPU with four multiprocessors reads and writes 1 GB/s.
 Launches and steps take no time.

@@ -25,7 +25,7 @@ def test_a_kernel_takes_the_longer_of_arithmetic_and_memory_time():
     assert costs.kernel_time_s(Workload(1, 9 * 10**9, "float16")) == pytest.approx(0.01 / 0.8)
 
 
-def test_each_share_is_of_its_own_peak():
+def test_each_assumed_share_applies_to_its_own_peak():
     link = vgpu.Link("test", 1e9, 0.0, "made for this test")
     whole = vgpu.CostModel(
         vgpu.PRESETS["K80"], link, arithmetic_share=1, memory_share=1, link_share=1, kernel_s=0
@@ -98,7 +98,7 @@ def test_a_matrix_product_has_the_flops_and_bytes_of_its_formula():
     assert work[:3] == (2 * 8 * 16 * 4, 4 * (8 * 16 + 16 * 4 + 8 * 4), "product")
 
 
-def test_in_place_reads_and_writes_and_expanded_tensors_are_read_once():
+def test_in_place_operations_read_and_write_and_expanded_tensors_are_read_once():
     x = torch.ones(100)
     assert work_of(ATEN.add_.Tensor, (x, x), {}, x).size_bytes == 3 * 400
     row = torch.ones(10).expand(1000, 10)

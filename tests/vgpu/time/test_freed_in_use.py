@@ -18,7 +18,7 @@ def current(gpu):
 
 
 def recorded_below_dispatch(tensor, stream):
-    """As FSDP1 does it."""
+    """``record_stream`` as FSDP1 calls it."""
     with no_dispatch():
         tensor.record_stream(stream)
 
@@ -90,7 +90,7 @@ def test_memory_freed_while_another_stream_reads_it_is_reported():
         lambda made, side: side.wait_event(current("vgpu:0").record_event()),
         lambda made, side: torch.vgpu.synchronize("vgpu:0"),
     ],
-    ids=["record_stream", "of a view", "wait_stream", "wait_event", "synchronize"],
+    ids=["record_stream", "record_stream of a view", "wait_stream", "wait_event", "synchronize"],
 )
 def test_record_stream_or_a_wait_keeps_memory_from_reuse(synchronize):
     assert made_here_used_there(synchronize) == []

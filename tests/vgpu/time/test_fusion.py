@@ -107,7 +107,7 @@ def test_an_unneeded_result_is_never_launched():
     assert timeline.events == []
 
 
-def test_recordings_have_products_with_out_and_with_sparse_operands():
+def test_a_recording_contains_products_with_out_and_with_sparse_operands():
     x, w, y = matrix(), matrix(), matrix()
     sparse = torch.eye(SIDE, device="vgpu").to_sparse()
     with vgpu.record(FUSED) as timeline:

@@ -1,4 +1,4 @@
-"""Streams with priority: their kernels overtake those of others, by hand-computed microseconds.
+"""Streams with priority: their kernels overtake those of other streams, at times computed by hand.
 
 In the toy, a launch takes 1 µs, a GPU reads and writes 1 GB/s, and everything else is free.
 """
@@ -13,14 +13,14 @@ pytestmark = pytest.mark.virtual_gpus(2, gpu=SPEC)
 
 
 def neg(kilobytes):
-    """A kernel that takes twice that many microseconds: it reads for half of them, and writes for
-    the rest.
+    """A kernel of twice as many microseconds as kilobytes: half to read them, half to write
+    them.
     """
     return torch.ones(kilobytes * KB, device="vgpu:0").neg
 
 
 def replayed(timeline):
-    """The same, after checking that a replay is equal bit for bit."""
+    """The timeline, after checking that its replay is equal bit for bit."""
     assert vgpu.replay(timeline).events == timeline.events
     return times_us(timeline)
 

@@ -7,7 +7,7 @@ import vgpu
 from vgpu.time.costs import Workload, work_of
 
 V100 = vgpu.PRESETS["V100"]
-TENSOR_CORES, FLOAT32_UNITS, MEMORY = 125e12, 15.7e12, 900e9  # its datasheet
+TENSOR_CORES, FLOAT32_UNITS, MEMORY = 125e12, 15.7e12, 900e9  # from the V100's datasheet
 
 
 def seconds(rows, inner, columns, dtype=torch.float16, batch=1):

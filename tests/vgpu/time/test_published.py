@@ -50,7 +50,7 @@ def recordings_go():
 
 @functools.cache
 def costs(assumed=()):
-    """What's assumed and what's fitted on one GPU, where the link between two doesn't matter."""
+    """The assumptions, and what's fitted on one GPU, where the link between two doesn't matter."""
     with vgpu.enable(2, gpu=GPU):
         found = fitted(training(), **dict(assumed))
         assert seconds(training(), found) == pytest.approx(ONE_GPU_S, rel=1e-3)

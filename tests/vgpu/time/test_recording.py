@@ -1,4 +1,4 @@
-"""Virtual time: hosts, streams, events and copies, by hand-computed seconds."""
+"""Virtual time: hosts, streams, events and copies, compared with times computed by hand."""
 
 from contextlib import nullcontext
 
@@ -114,7 +114,7 @@ def test_synchronize_waits_for_one_device():
     assert timeline.makespan_s == near(10e-6)
 
 
-def test_a_copy_occupies_the_current_streams_of_both():
+def test_a_copy_occupies_the_current_streams_of_both_gpus():
     x = torch.ones(KB, device="vgpu:0")
     y = torch.ones(8 * KB, device="vgpu:1")
     with vgpu.record(COSTS) as timeline:
@@ -132,7 +132,7 @@ def test_a_copy_occupies_the_current_streams_of_both():
     assert timeline.copying_s("vgpu:0") == near(1e-6)
 
 
-def test_a_copy_uses_the_links_of_its_pair():
+def test_a_copy_uses_the_links_between_its_two_gpus():
     x = torch.ones(KB, device="vgpu:0")
     wires = vgpu.Link("wires", 1e9, 0.0, "made for this test", pair_bytes_per_s=0.25e9)
     with vgpu.record(COSTS, link=wires) as timeline:
@@ -305,7 +305,7 @@ def test_a_recording_inside_another_is_refused():
     assert len(timeline.events) == 1
 
 
-def test_a_resource_fills_gaps_and_never_does_two_things():
+def test_a_resource_fills_gaps_and_never_does_two_things_at_once():
     unit = Resource()
     assert unit.place(0.0, 1.0) == 0.0
     assert unit.place(5.0, 1.0) == 5.0
@@ -325,7 +325,7 @@ def test_busy_time_counts_overlaps_once():
 
 
 def test_an_operator_with_its_own_kernel_is_one_kernel():
-    """C++ can also compose silu_backward of others; on CUDA, as on the CPU, it's one kernel."""
+    """C++ can also compose silu_backward from other operators; on CUDA and the CPU, it's one kernel."""
     x = torch.rand(KB, device="vgpu:0", requires_grad=True)
     y = torch.nn.functional.silu(x)
     with vgpu.record(COSTS) as timeline:

@@ -165,7 +165,7 @@ def test_real_ranks_wait_for_the_slowest():
     assert slower.makespan_s - timeline.makespan_s == near(1)
 
 
-# Ranks of a cluster, one after the other
+# Ranks of a cluster, recorded one after the other
 
 
 def of_rank(rank, program, hosts=1, gpus_per_host=2):
@@ -225,7 +225,7 @@ def test_both_directions_of_a_link_work_at_once():
 
 
 def test_a_host_launches_more_while_a_stream_waits():
-    """Each rank receives before it sends, and sends on a stream that doesn't wait for anything."""
+    """Both ranks receive before they send; rank 0 sends on a side stream, which waits for nothing."""
 
     def first(rank, x):
         side = torch.vgpu.Stream()

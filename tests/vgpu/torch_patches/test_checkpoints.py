@@ -97,7 +97,7 @@ def test_whole_modules_parameters_and_requires_grad_survive():
     assert loaded(saved(torch.ones(1, device="vgpu:0", requires_grad=True))).requires_grad
 
 
-def test_a_file_that_names_more_gpus_than_there_are_says_so():
+def test_the_error_for_a_file_from_a_missing_gpu_says_how_many_there_are():
     data = saved(torch.ones(2, device="vgpu:2"))
     message = (
         r"Attempting to deserialize object on VGPU device 2 but torch\.vgpu\.device_count\(\) is 1"

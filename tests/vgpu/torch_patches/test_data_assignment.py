@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 pytestmark = pytest.mark.virtual_gpus(3)
 
 
-def test_modules_keep_their_parameters_identity_whatever_else_refers_to_them():
+def test_moving_a_module_keeps_its_parameters_the_same_objects():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parameters = list(model.parameters())
@@ -84,7 +84,7 @@ def test_data_of_another_kind_can_be_assigned():
         assert target._version == 1
 
 
-def test_a_tensor_that_a_profiler_holds_stays_and_says_why_it_cannot_move():
+def test_a_tensor_that_a_profiler_holds_cannot_be_moved_and_the_error_says_why():
     layer, x = nn.Linear(4, 4), torch.ones(1, 4)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True):
         layer(x).sum().backward()

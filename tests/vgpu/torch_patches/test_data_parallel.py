@@ -72,7 +72,7 @@ def test_four_primitives_make_up_data_parallel():
         torch.testing.assert_close(model.weight.grad.cpu(), expected.cpu())
 
 
-def test_a_module_elsewhere_is_refused_with_both_devices():
+def test_the_error_for_a_module_on_another_gpu_names_both_gpus():
     with vgpu.enable(2):
         parallel = nn.DataParallel(nn.Linear(3, 2).to("vgpu:1"))
         message = r"on device vgpu:0 \(device_ids\[0\]\) but found one of them on device: vgpu:1"
@@ -92,7 +92,7 @@ def test_batch_norm_buffers_of_the_first_replica_are_kept():
 
 
 def test_eight_replicas_many_times_leak_no_bytes_or_threads():
-    gc.collect()  # of what came before
+    gc.collect()  # garbage of earlier tests
     with vgpu.enable(8):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))

@@ -100,8 +100,8 @@ def test_a_block_mask_on_another_gpu_raises_torchs_error():
         flex_attention(*parts, block_mask=mask)
 
 
-def test_gradients_of_flex_attention_lie_as_its_inputs_do():
-    """Those of keys with tokens before heads, whose gradient context parallelism reduces as it is."""
+def test_gradients_of_flex_attention_have_the_strides_of_its_inputs():
+    """Keys may have tokens before heads; context parallelism reduces their gradient without a copy."""
     strides = []
     inputs = [torch.rand(1, 32, 4, 16, device="vgpu", requires_grad=True) for _ in range(3)]
     views = [one.transpose(1, 2) for one in inputs]

@@ -103,7 +103,7 @@ def test_clipping_handles_all_gradients_at_once_by_default(clip, block):
 
 
 def test_sparse_gradients_are_changed_too():
-    """By momentum and by clipping, which write to lists of tensors."""
+    """Momentum and clipping change them, by writing to lists of tensors."""
 
     def trained(device):
         torch.manual_seed(0)

@@ -71,7 +71,7 @@ def test_a_tensor_arrives_on_its_device_and_shares_its_memory(method):
     assert torch.vgpu.memory_allocated(1) == 1536
 
 
-def test_a_process_with_fewer_gpus_says_so():
+def test_a_tensor_on_a_gpu_that_the_other_process_lacks_raises_cudas_error():
     found, _ = sent(METHODS[-1], enabled=1)
     assert found["error"].startswith("AcceleratorError: VGPU error: invalid device ordinal")
 

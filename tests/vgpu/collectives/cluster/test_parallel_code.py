@@ -24,7 +24,7 @@ def step(model, width=256, **changes):
 
 
 def test_ddp_in_one_cluster_leaves_nothing_for_the_next():
-    """Its groups have the same names as the next one's, whose gradients are freed once they're sent."""
+    """The next cluster's groups have the same names, and its gradients are freed once they're sent."""
 
     def peak_bytes(wrap):
         with vgpu.cluster(hosts=1) as cluster, vgpu.shapes_only():
@@ -57,7 +57,7 @@ def test_ddp_sends_its_buckets_while_it_computes():
         assert copied
 
 
-def test_fsdp_gathers_ahead_and_holds_an_eighth():
+def test_fsdp_gathers_ahead_and_holds_an_eighth_of_the_parameters():
     with toy(), vgpu.shapes_only():
         model = mlp().to("vgpu")
         whole = sum(p.numel() * 4 for p in model.parameters())
