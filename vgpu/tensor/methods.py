@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vgpu.memory import gpus
 from vgpu.memory.blocks import Block
 from vgpu.memory.gpus import VirtualGPU
+from vgpu.tensor import views
 from vgpu.tensor.operators import Args, Kwargs, Operator
 from vgpu.tensor.refusals import subclass_refused
 from vgpu.torch_patches.undo import Changes
@@ -57,7 +58,7 @@ def _named_for_users(text: str) -> str:
 
 
 # Attributes that make a tensor virtual.
-HELD = {"_block", "_gpu", "_inner"}
+HELD = {"_block", "_given_data", "_gpu", "_inner"}
 # Attributes that any virtual tensor may have; torch marks a Parameter with the last.
 OWN_ATTRIBUTES = {*HELD, "_is_param"}
 
@@ -81,6 +82,7 @@ class TensorMethods(torch.Tensor):
     _gpu: VirtualGPU
     _block: Block | None = None  # for shapes, which have no storage with values
     _inner: torch.Tensor  # a CPU tensor with the values; for shapes, a meta tensor
+    _given_data = False  # whether .data was assigned: earlier views are in other memory
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -203,48 +205,8 @@ class TensorMethods(torch.Tensor):
         return self.item().__format__(format_spec) if self.dim() == 0 else repr(self)
 
 
-def _unless_shared(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap a method that changes a tensor's shape in place.
-
-    It then raises RuntimeError if another tensor shares the memory. For a tensor subclass, autograd
-    regenerates a view by replaying the view function on its base; if either has changed its shape in
-    between, the replay selects other elements.
-    """
-
-    @functools.wraps(method)
-    def reshaped(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self._base is not None or _is_shared(self):
-            raise RuntimeError(
-                f"{method.__name__}: a tensor of size {tuple(self.size())} on {self.device} shares its "
-                "memory with others, so its shape cannot be changed in place on a virtual GPU: use "
-                "the operation that returns a new view (t() for t_(), and so on)"
-            )
-        return method(self, *args, **kwargs)
-
-    return reshaped
-
-
-def _is_shared(tensor: Any) -> bool:
-    """Whether other tensors use the same storage; a shape's storage always counts as shared."""
-    inner = tensor._inner
-    if inner.is_meta or inner.layout is not torch.strided:
-        return False
-    uses: int = torch._C._storage_Use_Count(inner.untyped_storage()._cdata)
-    return uses > _UNSHARED
-
-
-def _uses_of_one() -> int:
-    storage = torch.empty(1, device="cpu").untyped_storage()
-    uses: int = torch._C._storage_Use_Count(storage._cdata)
-    return uses
-
-
-# The use count of a storage that a single tensor holds, while Python looks at it. Here, that tensor is
-# already gone, hence the + 1.
-_UNSHARED = _uses_of_one() + 1
-_RESHAPING = ("as_strided_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_")
-for name in (*_RESHAPING, "resize_", "resize_as_"):
-    setattr(TensorMethods, name, _unless_shared(getattr(torch.Tensor, name)))
+for name in views.RESHAPING:
+    setattr(TensorMethods, name, views.keeping_views(getattr(torch.Tensor, name)))
 
 
 SHAPES: set[type] = set()

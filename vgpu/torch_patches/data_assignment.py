@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
+from vgpu.tensor import views
 from vgpu.tensor.methods import HELD
 from vgpu.tensor.tensor import VirtualTensor
 from vgpu.torch_patches.undo import Changes
@@ -35,6 +36,7 @@ def data_across_devices(plain: Any) -> property:
             tensor.__class__ = source.__class__
             for name in HELD:
                 setattr(tensor, name, getattr(source, name))
+            tensor._given_data = True
             if type(tensor) is VirtualTensor:
                 # They share memory, but changing one tensor's shape later doesn't affect the other's.
                 tensor._inner = source._inner.detach()
@@ -76,12 +78,18 @@ def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
 
     The two are of different kinds: only one is virtual, or a shape on the host, or an inference tensor.
     ``requires_grad`` and other attributes are kept; the gradient is moved to the same device.
-    Raises RuntimeError if ``tensor`` isn't a leaf.
+    Raises RuntimeError if ``tensor`` isn't a leaf, or is the gradient of another tensor.
     """
     if not tensor.is_leaf:
         raise RuntimeError(
             "assigning .data of another device type to a tensor that is not a leaf is not "
             "supported on virtual GPUs; use .to(device) on it"
+        )
+    if not tensor.requires_grad and (holders := views.holders_of(tensor)):
+        raise RuntimeError(
+            "assigning .data of another device type to the gradient of a tensor of size "
+            f"{tuple(holders[0].size())} on {holders[0].device} is not supported on virtual GPUs: "
+            "move that tensor, whose gradient follows it"
         )
     grad = tensor.grad
     if grad is not None:

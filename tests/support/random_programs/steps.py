@@ -147,12 +147,12 @@ VIEWS = (
 # Not detach_ or requires_grad_(False): a remaining view then has no history; using it leads nowhere
 # on the CPU, and raises an error on a virtual GPU.
 IN_PLACE = (
-    "{x}.add_(1)", "{x}.mul_(0.5)", "{x}.zero_()", "{x}.fill_(0.25)", "{x}.sin_()", "{x}.neg_()",
-    "{x}.clamp_(-1, 1)", "{x}[0] = 0.5",
+    "{x}.add_(1)", "{x}.mul_(0.5)", "{x}.zero_()", "{x}.fill_(0.25)", "{x}.sin_()", "{x}.neg_()", "{x}.t_()",
+    "{x}.transpose_(0, -1)", "{x}.squeeze_()", "{x}.unsqueeze_(0)", "{x}.clamp_(-1, 1)", "{x}[0] = 0.5",
     "{x}[..., 0] *= 2", "{x}.data.mul_(2)", "{x}.detach().add_(1)", "{x}.requires_grad_()",
-    "{x}.masked_fill_({x}.abs() > 0.5, 0.1)", "{x}.relu_()",
+    "{x}.masked_fill_({x}.abs() > 0.5, 0.1)", "{x}.swapaxes_(0, 1)", "{x}.as_strided_((2,), (1,))", "{x}.relu_()",
     "{x}[{x}.abs() < 0.3] = 0.7", "{x}.index_fill_(0, torch.tensor(0, device={x}.device), 2)",
-    "{x}.abs_()", "{x}.exponential_() if False else {x}.pow_(2)",
+    "{x}.resize_(0)", "{x}.abs_()", "{x}.exponential_() if False else {x}.pow_(2)",
 )  # fmt: skip
 BINARY = (
     "{x} + {y}", "{x} * {y}", "{x} - {y}", "torch.where({x}.abs() > 0.3, {x}, {y})", "{x} @ {y}", "{x} @ {y}.mT",
@@ -184,6 +184,10 @@ def in_place(p: Draft, r: Random) -> None:
     line = r.choice(IN_PLACE).format(x=x)
     if "requires_grad_" in line and p.value(x)._is_view():
         raise StopIteration  # on the CPU, its views would have no history; here, using them raises
+    if ("squeeze_" in line or "strided_" in line) and leaf(p.value(x)):
+        raise StopIteration  # autograd would compare a gradient's strides past their end
+    if p.value(x)._is_view() and p.value(x)._backward_hooks:
+        raise StopIteration  # a view with a hook keeps its shape on a virtual GPU, and says so
     if p.value(x)._is_view():  # unless it's read, the CPU may take it for a leaf, and refuse
         line = f"{x}.grad_fn; {line}"
     p.add(f"with torch.no_grad(): {line}" if r.random() < 0.3 else line)

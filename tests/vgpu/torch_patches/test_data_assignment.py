@@ -44,6 +44,9 @@ def test_assigning_data_moves_as_on_cuda():
     y = p * 2
     with pytest.raises(RuntimeError, match="not a leaf"):
         y.data = torch.ones(2, device="vgpu:0")
+    p.grad = torch.ones(2)
+    with pytest.raises(RuntimeError, match=r"the gradient of a tensor of size \(2,\) on cpu"):
+        p.grad.data = torch.ones(2, device="vgpu:0")
 
 
 def test_hooks_of_a_parameter_move_with_it():
@@ -63,11 +66,13 @@ def test_hooks_of_a_parameter_move_with_it():
     assert layer.weight.grad.tolist() == [[1, 1]]
 
 
-def test_assigned_data_shares_memory():
+def test_assigned_data_shares_memory_but_not_its_shape():
     for device in ("cpu", "vgpu:1"):
         p, q = torch.zeros(2, 3, device=device), torch.ones(2, 3, device=device)
         p.data = q
-        q[1, 0] = 5
+        q.t_()
+        q[0, 1] = 5
+        assert (tuple(p.shape), tuple(q.shape)) == ((2, 3), (3, 2))
         assert p.tolist() == [[1, 1, 1], [5, 1, 1]]
 
 
