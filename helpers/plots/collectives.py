@@ -21,8 +21,17 @@ Held = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def origins(number: int) -> list[int]:
-    """The ranks that contributed to a sum: the positions of its nonzero digits."""
-    return [rank for rank, digit in enumerate(reversed(str(number))) if digit != "0"]
+    """The ranks that contributed to a sum: the positions of its nonzero digits.
+
+    Raises ValueError for a negative number, and for one with more digits than there are colors.
+    """
+    digits = str(number)
+    if not digits.isdecimal() or len(digits) > len(RANK_COLORS):
+        raise ValueError(
+            f"{number} isn't a number of this lesson: it must be at least 0, with up to "
+            f"{len(RANK_COLORS)} digits, one per rank"
+        )
+    return [rank for rank, digit in enumerate(reversed(digits)) if digit != "0"]
 
 
 def before_and_after(held: dict[str, Held]) -> None:

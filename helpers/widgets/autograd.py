@@ -51,8 +51,10 @@ def compare(inner: str, outer: str, cut: str) -> Comparison:
 
     The expressions may use the vectors x, w and v (three numbers each, all with gradients), the
     functions exp, tanh, sigmoid and relu, and ``outer`` also h. ``cut`` is one of CUTS. Raises
-    ValueError if y isn't one number that depends on x, w or v.
+    ValueError for another cut, or if y isn't one number that depends on x, w or v.
     """
+    if cut not in CUTS:
+        raise ValueError(f"cut is {cut!r}; it can be one of {', '.join(CUTS)}")
     whole, h, whole_leaves = _evaluate(inner, outer, None)
     short, _, short_leaves = _evaluate(inner, outer, cut)
     graph = graph_of(whole, {**whole_leaves, "h": h})

@@ -36,9 +36,11 @@ class Run:
 def run_step(depth: int, segments: int, gpu: torch.device) -> Run:
     """A training step of ``depth`` equal layers, Linear and Tanh, on ``gpu``.
 
-    ``checkpoint_sequential`` runs it in ``segments``, at most ``depth``; 1 is without activation
-    checkpointing.
+    ``checkpoint_sequential`` runs it in ``segments``; 1 is without activation checkpointing. Raises
+    ValueError for segments outside 1 to depth.
     """
+    if not 1 <= segments <= depth:
+        raise ValueError(f"{depth} layers make 1 to {depth} segments, got {segments}")
     layers = [nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(depth)]
     model = nn.Sequential(*layers).to(gpu)
     x = torch.randn(_BATCH, _WIDTH, device=gpu)

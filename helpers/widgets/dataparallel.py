@@ -17,7 +17,12 @@ from vgpu.units import format_bytes
 
 
 def share_sizes(batch_size: int, gpus: Sequence[torch.device]) -> list[int]:
-    """Samples of a batch that each of ``gpus`` gets from the real scatter; 0 for idle ones."""
+    """Samples of a batch that each of ``gpus`` gets from the real scatter; 0 for idle ones.
+
+    Raises ValueError for an empty batch, which scatter can't split.
+    """
+    if batch_size < 1:
+        raise ValueError(f"a batch needs at least one sample, got {batch_size}")
     chunks = scatter(torch.empty(batch_size, 1, device=gpus[0]), list(gpus))
     sizes = [len(chunk) for chunk in chunks]
     return sizes + [0] * (len(gpus) - len(sizes))
@@ -81,6 +86,8 @@ def show_parts(
 
 def step_table(steps: Sequence[Snapshot], number: int) -> Table:
     """The bytes on each GPU after step ``number`` (from 1), and what the step changed."""
+    if not 1 <= number <= len(steps):
+        raise ValueError(f"there are steps 1 to {len(steps)}, got {number}")
     now = steps[number - 1]
     before = steps[number - 2] if number > 1 else None
     rows = []

@@ -31,8 +31,11 @@ def answer(format_name: str, per: str, larger: str, times: float) -> Answer:
     """The effect of a cast on normally distributed numbers (256 tokens, 512 channels) with outliers.
 
     ``per`` is the granularity of scales, one of SCALES. ``larger`` are the outliers, one of LARGER, which are
-    multiplied by ``times``.
+    multiplied by ``times``. Raises ValueError for other names.
     """
+    for word, words in ((format_name, FORMATS), (per, SCALES), (larger, LARGER)):
+        if word not in words:
+            raise ValueError(f"no {word!r}; there are {', '.join(words)}")
     x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
     token, channel = divmod(int(x.abs().argmax()), WIDTH)
     parts: dict[str, Any] = {

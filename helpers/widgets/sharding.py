@@ -50,8 +50,13 @@ def answer(sizes: TransformerSizes, gpus: int, way: str) -> Answer:
     """Bytes held and sent by ``gpus`` GPUs, in hosts of 8, for a transformer sharded in this way.
 
     Whole blocks are gathered, the next one while one computes. Bytes sent are a ring's: groups of up to 8
-    stay inside a host; a larger ring, which fills its hosts, leaves each once.
+    stay inside a host; a larger ring leaves each host once. Raises ValueError for an unknown way, or a
+    number of GPUs that doesn't fill hosts.
     """
+    if way not in _CUT:
+        raise ValueError(f"no way {way!r} to shard; there are {', '.join(WAYS)}")
+    if gpus < 1 or (gpus > GPUS_PER_HOST and gpus % GPUS_PER_HOST):
+        raise ValueError(f"{gpus} GPUs don't fill hosts of {GPUS_PER_HOST}, and aren't part of one")
     count = sizes.parameters
     hybrid = way == WAYS[-1]
     ways = min(gpus, GPUS_PER_HOST) if hybrid else gpus

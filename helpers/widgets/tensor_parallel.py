@@ -27,7 +27,15 @@ Layer = Callable[..., Timeline]
 
 
 def layer_on(layer: Layer, width: int, degree: int, place: str) -> Timeline:
-    """The timeline of a layer on ``degree`` GPUs connected by ``place``, one of PLACES."""
+    """The timeline of a layer on ``degree`` GPUs connected by ``place``, one of PLACES.
+
+    Raises ValueError for a width with less than one head of 128 per GPU.
+    """
+    if width // 128 < degree:
+        raise ValueError(
+            f"a layer of width {width} has {width // 128} heads of 128, too few for {degree} GPUs: "
+            "use fewer GPUs or a wider layer"
+        )
     link, most_a_host = PLACES[place]
     return layer(width, degree, -(-degree // most_a_host), link=link)
 

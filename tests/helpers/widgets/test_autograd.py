@@ -37,6 +37,8 @@ def test_a_cut_may_remove_everything():
 
 
 def test_compare_names_the_mistake_in_an_expression():
+    with pytest.raises(ValueError, match=r"cut is 'clone'.*detach"):
+        compare(INNER, OUTER, "clone")
     with pytest.raises(ValueError, match=r"one number.*add \.sum"):
         compare("x * w", "h * v", "detach()")
     with pytest.raises(ValueError, match="depends on x, w or v"):

@@ -10,6 +10,7 @@ from helpers.widgets.dataparallel import (
     describe_shares,
     iteration_explorer,
     share_sizes,
+    shares_explorer,
     show_parts,
     step_table,
 )
@@ -38,6 +39,21 @@ def test_describe_shares_counts_the_idle_gpus(gpus):
     assert describe_shares([2, 2]) == "4 samples: 2 of 2 GPUs get work."
 
 
+def test_share_sizes_refuses_an_empty_batch(gpus):
+    with pytest.raises(ValueError, match="at least one sample, got 0"):
+        share_sizes(0, gpus)
+
+
+def test_the_sliders_of_shares_redraw(gpus, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("helpers.plots.share_bars", drawn.append)
+    explorer = shares_explorer(gpus)
+    batch_size, gpu_count = explorer.children[0].children
+    batch_size.value = 33
+    gpu_count.value = 4
+    assert drawn == [[2, 2, 2, 2, 2, 0, 0, 0], [5, 5, 5, 5, 5, 5, 3, 0], [9, 9, 9, 6]]
+
+
 @pytest.fixture
 def steps():
     begin = {A: {"inputs": 2048, "outputs": 0}, B: {"inputs": 0, "outputs": 0}}
@@ -55,6 +71,12 @@ def test_step_table_says_what_is_where_and_what_changed(steps):
         (A, "outputs", "1 KiB", "+1 KiB"),
         (B, "outputs", "512 B", "+512 B"),
     ]
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_step_table_refuses_a_step_that_does_not_exist(steps, number):
+    with pytest.raises(ValueError, match="there are steps 1 to 2"):
+        step_table(steps, number)
 
 
 def test_the_buttons_and_the_slider_of_steps_redraw(steps, monkeypatch):

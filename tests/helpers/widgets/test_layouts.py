@@ -27,6 +27,19 @@ def test_the_table_has_the_speed_and_the_bytes_of_the_prediction():
     assert answer(plan_of(1, 1, 1, "full")) is found
 
 
+def test_the_explorer_shows_what_is_chosen(monkeypatch):
+    shown = []
+    monkeypatch.setattr(layouts, "show_layout", lambda **chosen: shown.append(chosen))
+    box = layouts.layout_explorer()
+    tp, network = box.children[0].children[0], box.children[1].children[1]
+    tp.value = 2
+    network.value = "Ethernet 100"
+    assert [each["tp"] for each in shown] == [8, 2, 2]
+    assert shown[-1] == {
+        "tp": 2, "dp_replicate": 1, "batch": 8, "recompute": "full", "network": "Ethernet 100",
+    }  # fmt: skip
+
+
 def test_bytes_and_the_step_are_drawn_and_a_wrong_layout_is_explained(capsys, monkeypatch):
     drawn, tables = [], []
     monkeypatch.setattr(layouts, "display", tables.append)

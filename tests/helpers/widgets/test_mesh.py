@@ -1,5 +1,7 @@
 """The explorer of lesson 14: 64 GPUs as a mesh."""
 
+from itertools import permutations
+
 import pytest
 
 from helpers.widgets import mesh
@@ -27,6 +29,18 @@ def test_the_table_has_the_speed_and_the_bytes_of_the_recorded_step():
     assert tokens_per_s(found, 64) * found.seconds * GPUS == pytest.approx(64 * 8192)
     assert "of 80 GiB: fits." in table.caption
     assert "does not fit." in answer_table(answer(mesh_sizes(1, 1, 1)), 64).caption
+
+
+def test_the_explorer_shows_what_is_chosen(monkeypatch):
+    shown = []
+    monkeypatch.setattr(mesh, "show_mesh", lambda **chosen: shown.append(chosen))
+    box = mesh.mesh_explorer()
+    tensor, order = box.children[0].children[0], box.children[1].children[0]
+    tensor.value = 2
+    order.value = ("data", *DIMENSIONS[:3])
+    assert [each["tensor"] for each in shown] == [8, 2, 2]
+    assert shown[-1]["order"] == ("data", *DIMENSIONS[:3])
+    assert {value for _, value in order.options} == set(permutations(DIMENSIONS))
 
 
 def test_show_mesh_explains_an_impossible_mesh(capsys, monkeypatch):

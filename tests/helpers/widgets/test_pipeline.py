@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 import vgpu
 from helpers.widgets.pipeline import (
@@ -14,6 +15,7 @@ from helpers.widgets.pipeline import (
     answer,
     answer_table,
     layer_cost,
+    pipeline_explorer,
     show_answer,
 )
 from vgpu.plan.schedules import KINDS
@@ -94,6 +96,13 @@ def test_interleaving_keeps_more_activations_in_smaller_pieces():
     assert woven.peak_bytes()[0] == held + 11 * activations // 2
 
 
+def test_layer_cost_leaves_virtual_gpus_as_they_were():
+    with vgpu.enable(3, gpu="V100"):
+        layer_cost.__wrapped__("K80", 1)
+        assert torch.get_device_module("vgpu").device_count() == 3
+        assert "V100" in torch.get_device_module("vgpu").get_device_name(0)
+
+
 @pytest.mark.parametrize(
     ("choice", "said"),
     [
@@ -105,3 +114,21 @@ def test_show_answer_explains_an_impossible_schedule(choice, said, drawn, capsys
     show_answer(*choice)
     assert said in capsys.readouterr().out
     assert drawn == []
+
+
+def test_every_control_redraws(drawn):
+    explorer = pipeline_explorer()
+    (kind, gpu), (devices, micro_batches) = (row.children for row in explorer.children[:2])
+    kind.value = "zero bubble (ZB-H1)"
+    devices.value = 8
+    micro_batches.value = 32
+    gpu.value = "H100"
+    played = [arguments[0] for arguments, _ in drawn]
+    assert [p.schedule.name for p in played[:2]] == ["1F1B", "zero bubble (ZB-H1)"]
+    assert [p.schedule.devices for p in played] == [4, 4, 8, 8, 8]
+    assert [p.schedule.micro_batches for p in played] == [8, 8, 8, 32, 32]
+    assert [options.get("unit") for _, options in drawn] == [None, None, None, None, "ms"]
+    assert played[-1].makespan == answer("zero bubble (ZB-H1)", 8, 32, "H100").simulated.makespan
+    kind.value, micro_batches.value = "interleaved 1F1B, 2 chunks", 4
+    (told,) = explorer.children[-1].outputs
+    assert len(drawn) == 6 and "a multiple of that" in told["text"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers.widgets import precision
-from helpers.widgets.precision import FORMATS, SCALES, answer
+from helpers.widgets.precision import FORMATS, LARGER, SCALES, answer
 
 
 def test_without_a_large_number_no_scale_rounds_numbers_to_zero():
@@ -35,6 +35,11 @@ def test_the_largest_number_is_scaled_to_the_end_of_the_format():
     found = answer("e4m3", "tensor", "one token", 1)
     assert found.scaled.abs().max() <= torch.finfo(torch.float8_e4m3fn).max
     assert len(found.scaled) == 255 * 512
+
+
+def test_answer_refuses_an_unknown_kind_of_scale():
+    with pytest.raises(ValueError, match="no 'column'; there are tensor, row, block of 32"):
+        answer("e4m3", "column", LARGER[0], 1)
 
 
 def test_show_answer_draws_the_numbers_and_lists_every_scale(monkeypatch):

@@ -52,9 +52,19 @@ def test_in_every_step_each_rank_sends_another_chunk_and_only_its_neighbor_chang
         assert changed == arrived
 
 
+@pytest.mark.parametrize("ranks", [0, ring.MOST_RANKS + 1])
+def test_ring_states_refuses_a_number_of_ranks_that_cannot_be_drawn(ranks):
+    with pytest.raises(ValueError, match="1 to 8 ranks"):
+        ring.ring_states(ranks)
+
+
 def test_origins_reads_the_ranks_off_a_number():
     assert origins(303) == [0, 2]
     assert origins(0) == []
+    with pytest.raises(ValueError, match="one per rank"):
+        origins(10**8)
+    with pytest.raises(ValueError, match="isn't a number of this lesson"):
+        origins(-1)
 
 
 def test_the_figure_shows_the_numbers_of_the_state(shown, capsys):

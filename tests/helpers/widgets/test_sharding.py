@@ -8,11 +8,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import vgpu
 from helpers.widgets import sharding
-from helpers.widgets.sharding import WAYS, answer
+from helpers.widgets.sharding import WAYS, answer, sharding_explorer
 from vgpu.plan.transformer import LETTERS, LLAMA, Transformer
 
 DDP, ZERO_1, ZERO_2, FSDP, HSDP = WAYS
 SHAPE = replace(LLAMA["8B"], layers=3, vocabulary=8_000)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),  # Llama 3.1's model cards
+    [("8B", 8_030_261_248), ("70B", 70_553_706_496), ("405B", 405_853_388_800)],
+)
+def test_parameters_are_those_published(name, published):
+    assert LLAMA[name].parameters == published
 
 
 def test_each_strategy_shards_its_part_of_the_sixteen_bytes_per_parameter():
@@ -59,6 +67,31 @@ def test_answer_matches_what_fully_shard_keeps_and_sends():
     # In float32, shards of parameters, gradients and two averages are 16 bytes as well.
     assert kept_bytes == pytest.approx(found.at_rest_bytes, rel=0.02)
     assert sent_bytes == pytest.approx(found.inside_bytes, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "way", "message"),
+    [(8, "everything", "no way 'everything'"), (12, DDP, "12 GPUs don't fill hosts of 8")],
+)
+def test_answer_refuses_unknown_ways_and_broken_hosts(gpus, way, message):
+    with pytest.raises(ValueError, match=message):
+        answer(LETTERS, gpus, way)
+
+
+def test_the_controls_redraw(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "helpers.plots.held_by_cause", lambda held, **how: drawn.append((held, how))
+    )
+    explorer = sharding_explorer()
+    model, gpu = explorer.children[0].children
+    gpus, way = explorer.children[1].children
+    model.value, gpu.value, gpus.value, way.value = "8B", "A100", 8, DDP
+    held, how = drawn[-1]
+    assert list(held) == list(WAYS) and "Llama 8B on 8 GPUs" in how["message"]
+    assert how["capacity_bytes"] == vgpu.PRESETS["A100"].memory_bytes
+    texts = "".join(str(output) for output in explorer.children[2].outputs)
+    assert "does not fit" in texts
 
 
 def test_show_answer_works_without_the_widget(capsys):
