@@ -23,13 +23,32 @@ _PLAIN = {"“": '"', "”": '"', "‘": "'", "’": "'", "–": "-", "—": "--
 
 
 def encode(text: str) -> torch.Tensor:
-    """Return each letter's token, (N,) int64. Raises KeyError for a letter that isn't in VOCABULARY."""
+    """Return each letter's token, (N,) int64. Raises ValueError for letters not in VOCABULARY."""
+    for place, letter in enumerate(text):
+        if letter not in _NUMBERS:
+            raise ValueError(
+                f"letter {letter!r} at position {place} isn't one of the {len(VOCABULARY)} in "
+                "helpers.text.VOCABULARY (newline and printable ASCII). Leave it out, or "
+                "write it in ASCII."
+            )
     return torch.tensor([_NUMBERS[letter] for letter in text], dtype=torch.int64)
 
 
 def decode(tokens: torch.Tensor) -> str:
-    """Return the text of (N,) integers."""
-    return "".join(VOCABULARY[number] for number in tokens.tolist())
+    """Return the text of (N,) integers. Raises ValueError for other shapes, dtypes, or numbers out of range."""
+    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex():
+        raise ValueError(
+            f"decode takes integers of shape (N,); found {tokens.dtype} of shape "
+            f"{tuple(tokens.shape)}. Decode a batch row by row; take the argmax of logits first."
+        )
+    numbers = tokens.tolist()
+    for place, number in enumerate(numbers):
+        if not 0 <= number < len(VOCABULARY):
+            raise ValueError(
+                f"number {number} at position {place} isn't a letter: they go from 0 to "
+                f"{len(VOCABULARY) - 1}."
+            )
+    return "".join(VOCABULARY[number] for number in numbers)
 
 
 @cache
@@ -70,10 +89,27 @@ def batches(
     Sequences start at random positions, redrawn for each batch; a target is the letter after its input.
     ``batch_size`` counts the sequences of all ranks. The same seed gives the same sequences for any
     ``world_size``, and the ranks split them in order, so the concatenated batches of all ranks are the
-    batch of a single process. ``batch_size`` must be a multiple of ``world_size``.
+    batch of a single process. Raises ValueError for sizes that don't fit.
     """
-    if batch_size % world_size:
-        raise ValueError(f"{batch_size} sequences can't be divided among {world_size} ranks")
+    if tokens.dim() != 1 or len(tokens) <= length or length < 1:
+        raise ValueError(
+            f"sequences of {length} letters plus the one that follows can't be cut from tokens of "
+            f"shape {tuple(tokens.shape)}: batches needs (N,) with N above {length}, and a positive "
+            "length."
+        )
+    if world_size < 1 or batch_size < 1 or batch_size % world_size:
+        raise ValueError(
+            f"{batch_size} sequences can't be divided equally among {world_size} ranks: "
+            "batch_size counts those of all ranks, and must be a multiple of world_size."
+        )
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} isn't one of {world_size} ranks, which are numbered from 0.")
+    return _drawn(tokens, batch_size, length, seed, rank, world_size)
+
+
+def _drawn(
+    tokens: torch.Tensor, batch_size: int, length: int, seed: int, rank: int, world_size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     window = torch.arange(length + 1)
     while True:
@@ -97,8 +133,13 @@ def sample(
 
     ``model`` maps (1, S) integers to (1, S, 96) logits, and sees the last ``window`` letters. A low
     temperature prefers likely letters. Sampling is on the CPU, so it depends only on the seed and the
-    logits. Every letter takes a forward pass: with a sharded model, all ranks must sample.
+    logits. Every letter takes a forward pass: with a sharded model, all ranks must sample. Raises
+    ValueError for an empty prompt, or a temperature that isn't positive.
     """
+    if not prompt:
+        raise ValueError("the prompt is empty; the model needs a letter to continue, such as 'T'.")
+    if temperature <= 0:
+        raise ValueError(f"the temperature must be positive; found {temperature}.")
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
     tokens = encode(prompt)

@@ -23,6 +23,25 @@ def test_decode_is_the_inverse_of_encode():
     assert decode(encode("")) == ""
 
 
+def test_a_letter_outside_the_vocabulary_is_named_with_its_position():
+    with pytest.raises(ValueError, match=r"letter 'ß' at position 3 .*printable ASCII"):
+        encode("Spaß")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.tensor([1, 96]), r"number 96 at position 1 .* 0 to 95"),
+        (torch.tensor([-1]), "number -1 at position 0"),
+        (torch.zeros(2, 3, dtype=torch.int64), r"shape \(2, 3\).* row by row"),
+        (torch.zeros(3), r"torch.float32 of shape \(3,\)"),
+    ],
+)
+def test_decode_refuses_tensors_that_are_not_text(tokens, message):
+    with pytest.raises(ValueError, match=message):
+        decode(tokens)
+
+
 def test_training_and_held_out_letters_are_separate_and_numerous():
     train, held_out = letters(train=True), letters(train=False)
     assert len(train) > 300_000 and len(held_out) == pytest.approx(len(train) / 9, rel=1e-3)
@@ -53,9 +72,27 @@ def test_ranks_divide_the_batches_of_a_single_process(world_size):
             assert torch.equal(torch.cat([pair[kind] for pair in of_ranks]), expected)
 
 
-def test_sequences_that_ranks_cannot_share_equally_are_refused():
-    with pytest.raises(ValueError, match="6 sequences can't be divided among 4 ranks"):
-        next(batches(torch.arange(8), 6, length=2, world_size=4))
+@pytest.mark.parametrize(
+    ("tokens", "asked", "message"),
+    [
+        (
+            torch.arange(8),
+            {"batch_size": 1, "length": 8},
+            r"\(8,\): batches needs \(N,\) with N above",
+        ),
+        (torch.arange(8)[None], {"batch_size": 1, "length": 2}, r"shape \(1, 8\)"),
+        (torch.arange(8), {"batch_size": 1, "length": 0}, "a positive length"),
+        (
+            torch.arange(8),
+            {"batch_size": 6, "length": 2, "world_size": 4},
+            "6 sequences .* 4 ranks",
+        ),
+        (torch.arange(8), {"batch_size": 4, "length": 2, "rank": 1}, "rank 1 isn't one of 1 ranks"),
+    ],
+)
+def test_impossible_batches_are_refused_immediately(tokens, asked, message):
+    with pytest.raises(ValueError, match=message):
+        batches(tokens, **asked)
 
 
 def test_a_sequence_longer_than_the_models_is_refused():
@@ -90,3 +127,11 @@ def test_a_sample_depends_only_on_its_seed():
     model = Transformer(LETTERS)
     first, same, other = (sample(model, count=20, seed=seed) for seed in (0, 0, 1))
     assert first == same != other and first.startswith("The ")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"), [({"prompt": ""}, "empty"), ({"temperature": 0}, "positive; found 0")]
+)
+def test_a_sample_that_cannot_be_drawn_is_refused(asked, message):
+    with pytest.raises(ValueError, match=message):
+        sample(NextLetter(), **asked)
