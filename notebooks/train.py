@@ -125,7 +125,7 @@ def mesh_dimensions(options: Namespace, sizes: TransformerSizes) -> dict[str, in
         ("sequences in a batch", options.batch, replicas * shards * options.accumulate),
         ("key-value heads", sizes.key_value_heads, tp),
         ("tokens in a sequence", sizes.sequence, tp),
-        ("tokens that there are", sizes.vocabulary, tp),
+        ("tokens in the vocabulary", sizes.vocabulary, tp),
     ):
         if size % parts:
             refuse(f"{size} {name} do not divide into {parts} equal parts")

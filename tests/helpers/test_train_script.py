@@ -84,15 +84,15 @@ def test_the_script_has_at_most_250_lines():
 
 def test_layouts_match_a_single_processs_losses_and_norms(run):
     """Lessons 07, 12, 13 and 14 compare the losses of layouts that have one dimension."""
-    alone = losses(run("--steps 10"))
-    assert alone[0, 1] < 4
-    assert torch.equal(losses(run("--steps 10 --recompute")), alone)
+    alone = losses(run("--steps 20"))
+    assert alone[-1, 1] < alone[0, 1] < 4.5
+    assert torch.equal(losses(run("--steps 20 --recompute")), alone)
     layouts = {
         "--dp-shard 2 --tp 2 --recompute --accumulate 2": 2e-3,
         "--dp-replicate 2 --tp 2 --bf16 --compile": 3e-2,
     }
     for layout, within in layouts.items():
-        found = losses(run(f"--steps 10 {layout}", 4))
+        found = losses(run(f"--steps 20 {layout}", 4))
         torch.testing.assert_close(
             found, alone, rtol=within, atol=0, msg=lambda text, layout=layout: f"{layout}: {text}"
         )

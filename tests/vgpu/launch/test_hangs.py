@@ -4,7 +4,7 @@ import math
 from collections import Counter
 
 from vgpu.launch.call_sites import CallSite, CollectiveRecord, Message, RankState
-from vgpu.launch.hangs import explain, is_deadlock
+from vgpu.launch.hangs import STOPPED, explain, is_deadlock, mismatches
 
 LINE = CallSite("train.py", 3, "dist.all_reduce(t)")
 BOTH = {"0": [0, 1]}
@@ -114,3 +114,17 @@ def test_a_group_whose_timeout_comes_first_raises_its_own_error():
     stuck.timeouts_s = {"0": 20.0}
     assert not is_deadlock([stuck, returned()], within_s=60)
     assert is_deadlock([stuck, returned()], within_s=10)
+
+
+def test_all_reduce_of_different_dtypes_is_a_mismatch():
+    wide = CollectiveRecord("0/gloo", 1, "all_reduce", LINE, "[2] Double", ((2, "Double"),), False)
+    (line,) = mismatches([waiting(started(1)), waiting(wide)])
+    assert "rank 0 brings [2] Float; rank 1 brings [2] Double" in line
+
+
+def test_a_stopped_rank_hangs_the_ranks_that_wait_for_it():
+    assert is_deadlock([waiting(started(1)), RankState(STOPPED)])
+    assert is_deadlock([messaging(0, 1, 0), RankState(STOPPED)])
+    assert not is_deadlock([computing(), RankState(STOPPED)])
+    text = explain([waiting(started(1)), RankState(STOPPED)], str)
+    assert "rank 1 is stopped" in text and "nothing is known about rank 1" in text
