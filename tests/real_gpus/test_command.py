@@ -30,6 +30,10 @@ def test_the_command_says_what_is_missing(found, sentence):
     assert any(sentence in each for each in found.missing())
 
 
+def test_with_four_gpus_nothing_is_missing():
+    assert machine("H100", "H100", "H100", "H100").missing() == []
+
+
 def test_the_commands_that_its_description_names_exist():
     said = command.describe(machine())
     assert "00: 8" in said and "11: 1" in said
@@ -75,6 +79,14 @@ def test_a_comparison_is_recorded_whatever_its_result(monkeypatch, tmp_path, sec
     assert ("No differences." in kept) == well and ("real the reverse" in kept) != well
 
 
+def test_pytests_verdict_counts_and_it_is_asked_for_real_gpus(tmp_path):
+    asks = "import os\ndef test(): assert os.environ['REAL_GPUS'] == '1' and {}\n"
+    for verdict in (True, False):
+        path = tmp_path / f"test_{verdict}.py"
+        path.write_text(asks.format(verdict), "utf-8")
+        assert command.run("-q", "-p", "no:cacheprovider", str(path)) == verdict
+
+
 def test_the_page_lists_results_newest_first():
     page = command.PAGE.read_text(encoding="utf-8")
     once = command.with_result(page, "### 2027-01-01 · 1 × A\n")
@@ -82,3 +94,8 @@ def test_the_page_lists_results_newest_first():
     assert command.NOTHING_YET not in once
     assert twice.index("2027-02-01") < twice.index("2027-01-01")
     assert twice.partition(command.HEADING)[0] == page.partition(command.HEADING)[0]
+
+
+def test_the_page_says_so_until_there_is_a_result():
+    measured = command.PAGE.read_text(encoding="utf-8").partition(command.HEADING)[2]
+    assert (command.NOTHING_YET in measured) != ("### " in measured)
