@@ -140,7 +140,7 @@ def accumulate_over_ranks(answer: Callable[..., None]) -> dict[str, str]:
             expect_one_micro_batch(largest, max(sizes[rank]), held, f"{given}, on rank {rank}")
             others = [f"{name} of {size}" for name, size in calls if size < weight.numel()]
             shown[f"rank {rank}, {len(sizes[rank])} micro-batches"] = (
-                f"gradients sent once; other collectives: {', '.join(others) or 'none'}; "
+                f"sent with gradients: {sent}; other collectives: {', '.join(others) or 'none'}; "
                 f"largest forward {largest} of {sum(sizes[rank])} samples"
             )
     return shown
