@@ -1,7 +1,8 @@
 """Plan the training of a transformer on a cluster, or a server for it, without the cluster.
 
 PyTorch's own FSDP2 and tensor parallelism run on virtual GPUs as one rank of the cluster or, for a
-pipeline, as one rank for each kind of stage. Bytes are counted, and time is virtual. No GPU is needed.
+pipeline, as one rank for each kind of stage. Bytes are counted, time is virtual, and no GPU is
+needed.
 """
 
 import argparse
