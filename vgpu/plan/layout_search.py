@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -117,11 +117,12 @@ def search(
 
     Layout, batch, recomputation and ``reshard_after_forward`` are searched; ``cp`` is kept. Batches
     are powers of two, and ``sequences`` is the maximum per step, over all GPUs. Starting with the
-    fastest, plans are predicted in full until one of them fits. ``processes`` try layouts at once,
-    by default as many as cores and memory allow; the result doesn't depend on that. ``costs`` are as
-    for ``predict``. Gradients aren't accumulated, the ranks of ``tp`` are neighbors in one host, and
-    pipelines aren't tried. Raises ValueError for a plan with stages, for less than one process, and
-    for fewer sequences than any layout takes. Raises RuntimeError if a process dies.
+    fastest, plans are predicted in full, two at a time, until the fastest of all fits. ``processes``
+    try layouts at once, by default as many as cores and memory allow; the result doesn't depend on
+    that. ``costs`` are as for ``predict``. Gradients aren't accumulated, the ranks of ``tp`` are
+    neighbors in one host, and pipelines aren't tried. Raises ValueError for a plan with stages, for
+    less than one process, and for fewer sequences than any layout takes. Raises RuntimeError if a
+    process dies.
     """
     for name, count in (("sequences", sequences), ("processes", processes)):
         if count is not None:
@@ -145,9 +146,10 @@ def search(
     groups = [list(group) for _, group in itertools.groupby(left, key=lambda one: one.plan.layout)]
     groups.sort(key=len, reverse=True)  # so that no process starts the longest one last
     result = SearchResult(candidates)
-    with tqdm(desc="trying layouts", total=len(left) + 1, leave=False, unit="plan") as bar:
-        _try(groups, costs, processes or min(at_once(), len(groups)), bar)
-        _confirm(result, costs, bar)
+    processes = processes or at_once()
+    with tqdm(desc="trying layouts", total=len(left), leave=False, unit="plan") as bar:
+        _try(groups, costs, processes, bar)
+        _confirm(result, costs, processes, bar)
     return result
 
 
@@ -197,7 +199,7 @@ def _too_large_on_paper(plan: Plan) -> str:
     return _ACTIVATIONS_TOO_LARGE if _least_bytes(plan) > capacity else ""
 
 
-def _tried(group: list[Candidate], costs: dict[str, Any]) -> list[Candidate]:
+def _tried(group: list[Candidate], **costs: Any) -> list[Candidate]:
     """Try the plans of one layout, which share two models with a few layers."""
     plan = group[0].plan
     few = LAYERS if plan.sizes.layers > LAYERS[0] else (plan.sizes.layers,)
@@ -255,25 +257,33 @@ def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, A
         one.reason = _ALLOCATED
 
 
-def _confirm(result: SearchResult, costs: dict[str, Any], bar: Any) -> None:
-    """Predict plans in full, fastest first, until one fits."""
-    while best := result.best:
-        one = best[0]
-        one.step = predict(one.plan, **costs)
-        one.seconds, one.allocated_bytes = one.step.seconds, one.step.allocated_bytes
-        bar.update()
-        if one.step.fits:
-            return
-        one.reason = _RESERVED
-        bar.total += 1
-        # Plans that were left out because this one seemed to fit must be tried now.
-        group = [c for c in result.candidates if c.plan.layout == one.plan.layout]
-        for other in group:
-            if other.reason in (_MORE_WORK, _SMALLER) and other.plan.batch <= one.plan.batch:
-                other.reason = ""
-        if any(other.seconds is None and not other.reason for other in group):
-            bar.total += len(group)
-            _try([group], costs, 1, bar)
+def _confirm(result: SearchResult, costs: dict[str, Any], processes: int, bar: Any) -> None:
+    """Predict plans in full, the two fastest at once, until the fastest of all fits."""
+    while (best := result.best) and best[0].step is None:
+        unsure = [one for one in best[:2] if one.step is None]
+        bar.total += len(unsure)
+        for number, step in _computed(predict, [(one.plan,) for one in unsure], costs, processes):
+            one = unsure[number]
+            one.step, one.seconds, one.allocated_bytes = step, step.seconds, step.allocated_bytes
+            bar.update()
+            if not step.fits:
+                one.reason = _RESERVED
+        for one in unsure:
+            if one.reason:
+                _try_left_out(one, result, costs, bar)
+
+
+def _try_left_out(
+    refused: Candidate, result: SearchResult, costs: dict[str, Any], bar: Any
+) -> None:
+    """Try the plans that were left out because a plan seemed to fit that doesn't."""
+    group = [one for one in result.candidates if one.plan.layout == refused.plan.layout]
+    for other in group:
+        if other.reason in (_MORE_WORK, _SMALLER) and other.plan.batch <= refused.plan.batch:
+            other.reason = ""
+    if any(other.seconds is None and not other.reason for other in group):
+        bar.total += len(group)
+        _try([group], costs, 1, bar)
 
 
 # Several processes
@@ -290,15 +300,23 @@ def at_once() -> int:
 
 def _try(groups: list[list[Candidate]], costs: dict[str, Any], processes: int, bar: Any) -> None:
     """Compute the time and bytes of plans; each group has one layout."""
-
-    def note(group: list[Candidate], tried: list[Candidate]) -> None:
-        for one, result in zip(group, tried, strict=True):
+    for number, tried in _computed(_tried, [(group,) for group in groups], costs, processes):
+        for one, result in zip(groups[number], tried, strict=True):
             vars(one).update(vars(result))
         bar.update(len(tried))
 
+
+def _computed(
+    function: Callable[..., Any],
+    tasks: list[tuple[Any, ...]],
+    costs: dict[str, Any],
+    processes: int,
+) -> Iterator[tuple[int, Any]]:
+    """Call the function for each task; yield each task's number and result, in order of completion."""
+    processes = min(processes, len(tasks))
     if processes <= 1:
-        for group in groups:
-            note(group, _tried(group, costs))
+        for number, task in enumerate(tasks):
+            yield number, function(*task, **costs)
         return
     starts = context()
     # Nothing is written to this pipe: the message is that it's closed, or that its only writer is gone.
@@ -306,9 +324,12 @@ def _try(groups: list[list[Candidate]], costs: dict[str, Any], processes: int, b
     with reader, writer, ProcessPoolExecutor(processes, starts, _begin, (reader,)) as pool:
         try:
             with main_module_hidden():
-                group_of = {pool.submit(_tried, group, costs): group for group in groups}
-            for future in as_completed(group_of):
-                note(group_of[future], future.result())
+                number_of = {
+                    pool.submit(function, *task, **costs): number
+                    for number, task in enumerate(tasks)
+                }
+            for future in as_completed(number_of):
+                yield number_of[future], future.result()
         except BrokenProcessPool as error:
             raise RuntimeError(
                 "a process that was predicting plans died, perhaps for lack of memory "
