@@ -5,14 +5,17 @@ collectives/table.py, on virtual GPUs, real GPUs and the CPU. Ranks import this 
 DTensor, which takes a second.
 """
 
+import functools
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
-from typing import Any
+from typing import Any, Self
+from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from vgpu.collectives import table
 from vgpu.collectives.calls import Call
@@ -62,7 +65,44 @@ class OperatorLog(EagerDispatchMode):
 
 
 class CollectiveObserver(EagerDispatchMode):
-    """Calls ``see`` before each collective in a ``with`` block, including those of a backward pass."""
+    """Calls ``see`` before each collective in a ``with`` block.
+
+    Collectives of a backward pass are seen, and those that a future's callback calls, which runs on
+    another thread: PowerSGD's hook for DDP does that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Self:
+        future: Any = (
+            torch._C.Future
+        )  # the class of a work's future, and the base of torch.futures.Future
+        for name in ("then", "add_done_callback"):
+            observed = self._observed(getattr(future, name))
+            self._patches.enter_context(mock.patch.object(future, name, observed))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._patches.close()
+        super().__exit__(*error)
+
+    def _observed(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method that registers a callback, so that collectives in the callback are seen."""
+
+        @functools.wraps(register)
+        def registered(future: Any, callback: Callable[..., Any]) -> Any:
+            def observed_callback(done: Any) -> Any:
+                active = _get_current_dispatch_mode_stack()
+                if any(getattr(mode, "observer", mode) is self for mode in active):
+                    return callback(done)  # it runs at once, on an observed thread
+                with _InCallback(self):
+                    return callback(done)
+
+            return register(future, observed_callback)
+
+        return registered
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         dtensors = sys.modules.get("torch.distributed.tensor")
@@ -74,6 +114,17 @@ class CollectiveObserver(EagerDispatchMode):
 
     def see(self, call: Call) -> None:
         raise NotImplementedError
+
+
+class _InCallback(EagerDispatchMode):
+    """Observes on a callback's thread; a mode object keeps state and can't be active on two threads."""
+
+    def __init__(self, observer: CollectiveObserver) -> None:
+        super().__init__()
+        self.observer = observer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.observer.__torch_dispatch__(func, types, args, kwargs)
 
 
 class CollectiveCounter(CollectiveObserver):
@@ -88,7 +139,11 @@ class CollectiveCounter(CollectiveObserver):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[str, int]] = []
-        self.sent_bytes = 0.0
+        self._sent_bytes: list[float] = []  # by call; appending is safe from several threads
+
+    @property
+    def sent_bytes(self) -> float:
+        return sum(self._sent_bytes)
 
     @property
     def names(self) -> list[str]:
@@ -97,7 +152,8 @@ class CollectiveCounter(CollectiveObserver):
 
     def see(self, call: Call) -> None:
         if call.name != "barrier":
-            self.sent_bytes += table.sent_bytes(call.name, call.size_bytes, call.group.size())
+            sent_bytes = table.sent_bytes(call.name, call.size_bytes, call.group.size())
+            self._sent_bytes.append(sent_bytes)
             self.calls.append((call.name, call.size_bytes))
 
 
