@@ -1,4 +1,4 @@
-"""Pick the devices of a lesson: real GPUs if there are enough, otherwise virtual ones.
+"""Pick the devices for a lesson: real GPUs if there are enough, otherwise virtual ones.
 
 Set the environment variable VGPU_DEVICES to "vgpu" to use virtual GPUs on any machine, or to "cuda" to
 require real ones.
@@ -13,8 +13,8 @@ from vgpu.tables import Table
 from vgpu.units import format_bytes
 
 _CHOICES = ("auto", "cuda", "vgpu")
-# Lessons count the bytes of tensors. cuBLAS's workspaces, which it allocates through PyTorch, 8 or 32 MiB
-# per GPU and thread, would hide them. The first matmul reads these variables; ranks inherit them.
+# Lessons count the bytes of tensors. cuBLAS workspaces of 8 or 32 MiB, which PyTorch
+# allocates for each thread and stream (since 2.15 only if asked to), would hide them. The first matmul reads these variables; ranks inherit them.
 _WITHOUT_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 
 
@@ -23,9 +23,9 @@ def lab(count: int) -> list[torch.device]:
 
     ``[cuda:0, cuda:1, ...]`` if that many exist, otherwise ``[vgpu:0, vgpu:1, ...]``; there are exactly
     ``count`` virtual GPUs afterwards, unless the lesson has already enabled more. A lesson calls it once,
-    with the most it needs, and uses slices of the list. On real GPUs, cuBLAS's workspaces are disabled
-    through environment variables, unless those are set. Raises ValueError for a count below 1, an unknown
-    VGPU_DEVICES, or if VGPU_DEVICES=cuda and there aren't enough GPUs.
+    with the most it needs, and uses slices of the list. On real GPUs, cuBLAS workspaces are disabled
+    through environment variables, unless those are set. Raises ValueError if the count is below 1,
+    VGPU_DEVICES is unknown, or VGPU_DEVICES=cuda and there aren't enough GPUs.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(
@@ -49,11 +49,11 @@ def describe(count: int = 8) -> Table:
         ("this machine", ""),
         (
             ("PyTorch", torch.__version__),
-            ("CPU", f"{os.cpu_count()} cores, PyTorch's threads: {threads}"),
+            ("CPU", f"{os.cpu_count()} cores, {threads} PyTorch threads"),
             ("real GPUs", _real_gpus()),
             ("this course uses", f"{used} ({named})"),
             ("because", why),
-            *([("cuBLAS's workspaces", _workspaces())] if kind == "cuda" else []),
+            *([("cuBLAS workspaces", _workspaces())] if kind == "cuda" else []),
         ),
     )
 

@@ -27,14 +27,14 @@ def gradients(
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     title(
         axes,
-        "Only one gradient matches these values",
+        "Only one gradient matches the finite differences",
         "computed by autograd; dots: finite differences",
     )
     apart = (wrong - slope).abs()
     show(
         fig,
-        f"Gradient over x from {x.min():g} to {x.max():g}. The gradient written out of place goes "
-        f"through the measured derivatives. The one edited through .data is off by up to "
+        f"Gradient over x from {x.min():g} to {x.max():g}. The out-of-place version's gradient "
+        f"goes through the finite differences. The one edited through .data is off by up to "
         f"{apart.max():.2f}, at {(apart > 0.01).float().mean():.0%} of the points.",
     )
 
@@ -85,7 +85,7 @@ def graph_before_and_after(
     height = 1 - min(y for _, y in places)
     fig, axes = figure(width=8.5, height=0.5 + 0.62 * height)
     # One Axes without ticks, placed by hand: it takes a third of the time of two with automatic
-    # layout, and the explorer redraws this at every choice.
+    # layout, and the explorer redraws this on every change.
     fig.set_layout_engine("none")
     axes.set_position((0, 0, 1, 1 - 0.3 / (0.5 + 0.62 * height)))
     axes.set(xticks=[], yticks=[], xlim=(0, 2 * width), ylim=(0.2 - height, 0.9))
@@ -151,7 +151,7 @@ def _draw(
 
 
 def _places(graph: Graph) -> list[tuple[float, float]]:
-    """Each node's position: the depth downward, operations in the middle, leaves next to them."""
+    """Each node's position: deeper nodes lower, operations in the middle, leaves next to them."""
     places: dict[int, tuple[float, float]] = {}
     for depth in range(max(node.depth for node in graph.nodes) + 1):
         level = [index for index, node in enumerate(graph.nodes) if node.depth == depth]
@@ -170,7 +170,7 @@ def _places(graph: Graph) -> list[tuple[float, float]]:
 
 
 def _bend(is_double: bool, start: tuple[float, float], end: tuple[float, float]) -> float:
-    """How far an arrow bends: around the nodes between its ends, and away from its own double."""
+    """How far an arrow bends: around the nodes between its ends, and away from a duplicate of it."""
     if start[1] - end[1] > 1:
         return 0.22 if end[0] < start[0] else -0.22
     return 0.5 if is_double else 0.0

@@ -1,4 +1,4 @@
-"""Figures of DataParallel: shares of a batch, the parts of a call, bytes per GPU, and times beside DDP."""
+"""Figures of DataParallel: shares of a batch, the parts of a call, bytes per GPU, and times compared with DDP's."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -39,15 +39,15 @@ def shares(runs: dict[int, list[tuple[torch.device, int]]]) -> None:
         axes.bar_label(bars, fontsize=8 if count > 4 else 9, padding=2)
         axes.set_xticks(range(count))
         axes.set(xlim=(-0.8, max(count, 3) - 0.2), xlabel=f"GPU (of {count})")
-        texts.append(f"Of {count} GPU{'s' if count > 1 else ''}: {', '.join(map(str, samples))}.")
+        texts.append(f"With {count} GPU{'s' if count > 1 else ''}: {', '.join(map(str, samples))}.")
         axes.grid(axis="x", visible=False)
     panels[0][0].set_ylabel("samples received")
     headline(fig, "Every GPU gets a share of the batch", "counted by a hook")
-    show(fig, f"Bars of samples by GPU. {' '.join(texts)}")
+    show(fig, f"Bar chart of samples per GPU. {' '.join(texts)}")
 
 
 def where_layers_run(ways: Mapping[str, Collection[tuple[str, str, int]]]) -> None:
-    """A panel per way, a row per layer, a column per GPU: how many samples the layer sees there.
+    """A panel per strategy, a row per layer, a column per GPU: how many samples the layer sees there.
 
     ``ways`` maps a name to (GPU, layer, samples), as noted by hooks.
     """
@@ -67,7 +67,7 @@ def where_layers_run(ways: Mapping[str, Collection[tuple[str, str, int]]]) -> No
         axes.set_title(way, fontweight="bold")
         where = (f"{layer} on {gpu} sees {samples} samples" for gpu, layer, samples in sorted(seen))
         texts.append(f"{way}: {', '.join(where)}.")
-    show(fig, f"A box where a layer runs. {' '.join(texts)}")
+    show(fig, f"A box marks each GPU where a layer runs. {' '.join(texts)}")
 
 
 def share_bars(sizes: Sequence[int]) -> None:
@@ -81,7 +81,7 @@ def share_bars(sizes: Sequence[int]) -> None:
     axes.grid(axis="x", visible=False)
     title(axes, f"A batch of {sum(sizes)} on {len(sizes)} GPUs", "counted from PyTorch's scatter")
     each = ", ".join(f"GPU {index} {size or 'idle'}" for index, size in enumerate(sizes))
-    show(fig, f"Bars of samples by GPU, for a batch of {sum(sizes)}: {each}.")
+    show(fig, f"Bar chart of samples per GPU, for a batch of {sum(sizes)}: {each}.")
 
 
 def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> None:
@@ -127,7 +127,7 @@ def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> N
 _CAUSES = ("parameters", "inputs", "replicas", "outputs", "gradients", "optimizer state", OTHER)
 
 
-# Columns of the drawing of a call, and the step that leads from each to the next.
+# The columns of the diagram of a call: the batch, then each step.
 _COLUMNS = ("batch", "scatter", "replicate", "parallel_apply", "gather", "backward, reduce")
 
 
@@ -167,7 +167,7 @@ def four_parts(
     for column, name in enumerate(columns):
         axes.text(column, -0.65, name, ha="center", va="center", color="#444444", fontsize=9)
     axes.axis("off")
-    back = ": and back again" if backward else ""
+    back = ", and back again" if backward else ""
     headline(fig, f"Split, copied, computed, joined{back}", "sizes of a real call")
     cut = ", ".join(f"{_by(chunk)} on {gpu}" for chunk, gpu in zip(chunks, gpus, strict=True))
     show(
@@ -214,7 +214,7 @@ def _box(axes: Axes, column: int, row: int, text: str, color: str) -> None:
 def _arrow(
     axes: Axes, start: tuple[float, float], end: tuple[float, float], *, down: bool = False
 ) -> None:
-    """From one box's edge to another's: right to left edges, or along a column."""
+    """An arrow between two boxes: from a right edge to a left edge, or along a column."""
     if down:
         step = 0.3 if end[1] > start[1] else -0.3
         ends = (start[0], start[1] + step), (end[0], end[1] - step)
@@ -237,7 +237,7 @@ def iteration(steps: Sequence[Snapshot]) -> None:
         stacked_bars(axes, range(len(steps)), sizes, CAUSE_COLORS, width=0.7)
         peaks = [step.peak_bytes[gpu] / MIB for step in steps]
         places = range(len(steps))
-        # Its outline sets the mark off from dark parts of a bar.
+        # A white outline sets the peak line off from dark parts of a bar.
         rim = [withStroke(linewidth=4, foreground="white")]
         ends = [x - 0.42 for x in places], [x + 0.42 for x in places]
         axes.hlines(peaks, *ends, color="black", path_effects=rim)
@@ -314,7 +314,7 @@ def peaks_before_and_after(
         f"{gpu} {format_bytes(before)} with the loss outside, {format_bytes(after)} in forward"
         for gpu, before, after in zip(gpus, outside, inside, strict=True)
     )
-    show(fig, f"Bars of one step's peak bytes by GPU: {each}.")
+    show(fig, f"Bar chart of one step's peak bytes per GPU: {each}.")
 
 
 def _two_lines(step: str) -> str:
@@ -340,12 +340,12 @@ def data_parallel_against_ddp(
     for axes in (left, right):
         log2_ticks(axes, counts)
         axes.set(ylim=(0, None), xlabel="GPUs")
-    left.set_ylabel("one iteration (ms)")
-    right.set_ylabel("times as fast")
+    left.set_ylabel("iteration time (ms)")
+    right.set_ylabel("speedup")
     right.legend(fontsize=9)
     headline(fig, f"The same {batch_size} images on more GPUs", f"virtual time, {gpu}")
     summary = "; ".join(
         f"{count} GPU{'s' if count > 1 else ''}: {1e3 * times_s[count][0]:.0f} and {1e3 * times_s[count][1]:.0f} ms"
         for count in counts
     )
-    show(fig, f"Two curves of one iteration's time, DataParallel and DDP. {summary}.")
+    show(fig, f"Iteration time and speedup of DataParallel and DDP. {summary}.")

@@ -1,4 +1,4 @@
-"""The style of all figures: one palette, units on the axes, readable on light and dark."""
+"""The style of all figures: one palette, units on the axes, readable on light and dark backgrounds."""
 
 import base64
 import html
@@ -134,7 +134,9 @@ def show(fig: Figure, alt: str) -> None:
     that matter, in one to three sentences. Raises ValueError for less than a sentence.
     """
     if len(alt.split()) < 5:
-        raise ValueError(f"alternative text says what a figure shows in a sentence, got {alt!r}")
+        raise ValueError(
+            f"alternative text must say what the figure shows, in a sentence; got {alt!r}"
+        )
     display(_Picture(fig, alt))
     plt.close(fig)
 

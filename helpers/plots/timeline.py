@@ -42,7 +42,7 @@ def timeline(
     ``host`` adds a lane for the host's waits. ``until_s`` is the end of the axis, so that several
     recordings can share one scale. ``devices`` are the GPUs to draw, by default all of them.
     ``lane_names`` are the lanes' names, from the top. Without ``axes``, a figure is created and shown.
-    Further streams whose bars would all be hairlines are left out, and the line below the title says
+    Non-default streams whose bars would all be hairlines are left out, and the line below the title says
     how many.
     """
     end_s = until_s or record.makespan_s or 1.0
@@ -54,8 +54,8 @@ def timeline(
         return
     height = _TOP + _LANE * len(lanes) + _BOTTOM
     fig, axes = figure(width=8.5, height=height)
-    # The axes are at the same place in each figure, and figures have the same width, so that two can
-    # be compared.
+    # The axes are in the same place in every figure, and all figures have the same width, so that
+    # two can be compared.
     fig.set_layout_engine("none")
     axes.set_position((0.15, _BOTTOM / height, 0.67, 1 - (_TOP + _BOTTOM) / height))
     fig.add_artist(Rectangle((0, 0), 1, 1, transform=fig.transFigure, fill=False, linewidth=0))
@@ -69,7 +69,7 @@ def timelines(
     host: bool = False,
     devices: Sequence[torch.device] | None = None,
 ) -> None:
-    """Several recordings below each other, on one time scale; the names are their titles."""
+    """Several recordings, one below the other, on one time scale; the names are their titles."""
     end_s = max(record.makespan_s for record in records.values())
     every = {
         name: visible(lanes_of(record, host, devices), end_s) for name, record in records.items()
@@ -103,12 +103,12 @@ def _draw(
         for kind, start_s, stop_s in stretches(events, end_s * _INVISIBLE):
             bars.setdefault(kind, []).append((start_s * factor, (stop_s - start_s) * factor))
         for kind, spans in bars.items():
-            edge = 0.7 if kind == "collective" else 0  # points, between two adjacent ones
+            edge = 0.7 if kind == "collective" else 0  # in points; separates adjacent collectives
             height = (row - 0.36, 0.72)
             axes.broken_barh(
                 spans, height, facecolor=_OF_KIND[kind], edgecolor="white", linewidth=edge
             )
-    # A further stream is below its GPU's default one, which has the name.
+    # A non-default stream is below its GPU's default one, which has the GPU's name.
     axes.set_yticks(range(len(lanes)), [name.rpartition(", ")[2] for name in lanes])
     axes.set(ylim=(len(lanes) - 0.4, -0.6), xlim=(0, end_s * factor), xlabel=unit)
     axes.grid(axis="y", visible=False)
@@ -118,7 +118,7 @@ def _draw(
     how = f"virtual time, {record.gpu}"
     if left_out:
         streams = "a stream that is" if left_out == 1 else f"{left_out} streams that are"
-        how += f"; without {streams} busy only briefly"
+        how += f"; omits {streams} busy only briefly"
     title(axes, message, how)
 
 
@@ -133,7 +133,7 @@ def _alt(record: Timeline, lanes: Mapping[str, list[TraceEvent]]) -> str:
                 kinds[kind] = covering_s / record.makespan_s
         shares = ", ".join(f"{kind} {share:.0%}" for kind, share in kinds.items())
         summary.append(f"{name} {shares or 'does nothing'}")
-    return f"Lanes of bars over {format_seconds(record.makespan_s)}. By share of that time: {'; '.join(summary)}."
+    return f"Bars in lanes, spanning {format_seconds(record.makespan_s)}. By share of that time: {'; '.join(summary)}."
 
 
 def lanes_of(
@@ -141,7 +141,7 @@ def lanes_of(
 ) -> dict[str, list[TraceEvent]]:
     """The events of each lane, by its name; every GPU has one, even if it did nothing.
 
-    A lane of a further stream is named after what it does: "vgpu:0, copies out".
+    A non-default stream's lane is named after what it does: "vgpu:0, copies out".
     """
     lanes: dict[str, list[TraceEvent]] = {}
     for device in record.devices if devices is None else devices:
@@ -150,7 +150,7 @@ def lanes_of(
             own = _name_of(record, device)
             name = f"{own}, {_work_of(events)}" if stream else own
             while name in lanes:
-                name += " "  # two streams with one kind of work
+                name += " "  # two streams that do the same kind of work
             lanes[name] = events
     if host:
         lanes["host"] = record.of(torch.device("cpu"))
@@ -160,7 +160,7 @@ def lanes_of(
 def visible(
     lanes: Mapping[str, list[TraceEvent]], end_s: float
 ) -> tuple[dict[str, list[TraceEvent]], int]:
-    """The lanes without further streams that would look empty on the axis; and how many those are."""
+    """The lanes, minus non-default streams that would look empty on the axis, and how many were left out."""
     seen = {
         name: events
         for name, events in lanes.items()
@@ -203,7 +203,7 @@ def kind_of(event: TraceEvent) -> str:
 
 
 def stretches(events: list[TraceEvent], gap_s: float) -> list[tuple[str, float, float]]:
-    """(kind, start, end) of work of one kind without a gap of ``gap_s`` seconds or more.
+    """(kind, start, end) for each stretch of one kind of work with no gap of ``gap_s`` seconds or more.
 
     Thousands of kernels become a few bars, which keeps the drawing fast and the file small. A
     collective right after another gets its own bar if it takes 10 times ``gap_s``, so you can see

@@ -1,4 +1,4 @@
-"""Explorer of meshes of 64 GPUs: sizes and order of dimensions to groups, bytes on links, and time.
+"""Explorer for meshes of 64 GPUs: from the dimensions' sizes and order to groups, bytes on links, and time.
 
 The model is Llama 70B with sequences of 8192 tokens, trained on H100s, eight per host. The estimates are
 those of ``vgpu.plan.estimate``.
@@ -35,7 +35,9 @@ def mesh_sizes(
     """
     others = tensor * context * pipeline
     if GPUS % others:
-        raise ValueError(f"{tensor} × {context} × {pipeline} = {others} do not divide {GPUS} GPUs")
+        raise ValueError(
+            f"{tensor} × {context} × {pipeline} = {others} does not divide {GPUS} GPUs"
+        )
     sizes = dict(zip(DIMENSIONS, (tensor, context, pipeline, GPUS // others), strict=True))
     return {name: sizes[name] for name in order}
 
@@ -47,7 +49,7 @@ def answer(
     gpus_per_host: int = GPUS_PER_HOST,
     **shares: float,
 ) -> MeshStep:
-    """Estimate a step of Llama 70B on the mesh; efficiencies are those of ``CostModel``.
+    """Estimate a step of Llama 70B on the mesh; ``shares`` are efficiencies, passed to ``CostModel``.
 
     Raises ValueError for sizes that don't divide the model.
     """
@@ -114,14 +116,14 @@ def show_mesh(
 
 
 def mesh_explorer() -> ipywidgets.Widget:
-    """Sizes, order, batch and network around ``show_mesh``."""
+    """Controls for sizes, order, batch and network around ``show_mesh``."""
     orders = [(", ".join(order), order) for order in permutations(DIMENSIONS)]
     wide = {"style": {"description_width": "initial"}}
     controls = {
         "tensor": steps("tensor", [1, 2, 4, 8], 8),
         "context": steps("context", [1, 2, 4, 8], 1),
         "pipeline": steps("pipeline", [1, 2, 4, 8], 1),
-        "order": ipywidgets.Dropdown(options=orders, description="neighbors first", **wide),
+        "order": ipywidgets.Dropdown(options=orders, description="innermost first", **wide),
         "sequences": steps("sequences", [16, 32, 64, 128, 256], 64),
         "network": ipywidgets.Dropdown(options=NETWORKS, description="network"),
     }

@@ -123,6 +123,6 @@ def test_a_stream_of_hairlines_has_no_lane():
     made, axes = figure()
     timeline(found, "One kernel", axes=axes)
     assert [label.get_text() for label in axes.get_yticklabels()] == ["vgpu:0"]
-    under = "virtual time, Tesla K80; without a stream that is busy only briefly"
+    under = "virtual time, Tesla K80; omits a stream that is busy only briefly"
     assert under in [text.get_text() for text in axes.texts]
     matplotlib.pyplot.close(made)

@@ -16,7 +16,7 @@ def test_mesh_sizes_leaves_the_remaining_gpus_to_data_parallelism():
 
 
 def test_mesh_sizes_refuses_more_gpus_than_there_are():
-    with pytest.raises(ValueError, match="8 × 8 × 8 = 512 do not divide 64 GPUs"):
+    with pytest.raises(ValueError, match="8 × 8 × 8 = 512 does not divide 64 GPUs"):
         mesh_sizes(8, 8, 8)
 
 
@@ -47,7 +47,7 @@ def test_show_mesh_explains_an_impossible_mesh(capsys, monkeypatch):
     drawn = []
     monkeypatch.setattr(mesh.plots, "mesh", lambda *given: drawn.append(given))
     mesh.show_mesh(8, 8, 8)
-    assert capsys.readouterr().out == "No such mesh: 8 × 8 × 8 = 512 do not divide 64 GPUs.\n"
+    assert capsys.readouterr().out == "No such mesh: 8 × 8 × 8 = 512 does not divide 64 GPUs.\n"
     mesh.show_mesh(8, 1, 1, sequences=4)
     assert "4 sequences aren't divisible by data = 8" in capsys.readouterr().out
     assert not drawn
