@@ -83,7 +83,7 @@ def record_memory(label: Callable[[], str] | None = None) -> Iterator[MemoryReco
 
 @contextmanager
 def of_another_host() -> Iterator[None]:
-    """Assign memories created in the ``with`` block to another host, which exists only there.
+    """Assign memories created in the ``with`` block to another host, which exists only within it.
 
     Freeing memory on a host that no longer exists changes that host's counters, but no record.
     """
@@ -218,7 +218,7 @@ class DeviceMemory:
             self.reserve.empty_cache()
 
     def reserved(self) -> tuple[int, int]:
-        """Return how much CUDA's caching allocator would reserve, now and at the peak since reset."""
+        """Return the bytes that CUDA's caching allocator would reserve, and the peak since reset."""
         with _lock:
             allocator = self.reserve.now()
             return allocator.reserved_bytes, allocator.peak_reserved_bytes

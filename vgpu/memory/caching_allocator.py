@@ -261,7 +261,7 @@ class CachingAllocator:
     # Reserving and releasing the GPU's memory
 
     def _take(self, pool: _Pool, size_bytes: int, may_exceed: bool = False) -> _Piece | None:
-        """Return a free piece of newly reserved memory (``alloc_block``), or None without room.
+        """Return a free piece of newly reserved memory, or None if none is left (``alloc_block``).
 
         With ``may_exceed``, reserve memory beyond the capacity if necessary.
         """

@@ -202,7 +202,7 @@ streams_of_nodes: dict[int, tuple[int, int]] = {}
 def set_streams() -> dict[int, Any]:
     """Return the streams set by this thread, or in this backward pass, by GPU index.
 
-    The engine makes a node's stream current; a hook can set another one on top.
+    The engine makes a node's stream current; a hook can then set another one.
     """
     current = in_use.current
     backward = graph_task()

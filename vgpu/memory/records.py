@@ -114,8 +114,8 @@ class MemoryRecord:
         ``expandable_segments`` is as in ``PYTORCH_CUDA_ALLOC_CONF``; ``capacity_bytes`` overrides
         the virtual GPU's capacity. Raises OutOfMemoryError if the allocator would run out of memory.
 
-        Blocks from before the record are placed first; those that have no event in it, as a single
-        block. So start recording before you create the model.
+        Blocks allocated before the record are placed first, and those without an event in it as a
+        single block. So start recording before you create the model.
         """
         wanted = torch.device(device)
         if capacity_bytes is None:

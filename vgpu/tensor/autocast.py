@@ -233,7 +233,7 @@ FP32_SET_OPT_DTYPE = [
     *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum"),
     *("sum.dim_IntList",),
 ]
-"""Inputs aren't cast; the argument ``dtype`` defaults to float32."""
+"""The argument ``dtype`` defaults to float32; autocast itself doesn't cast the inputs."""
 
 PROMOTE = [
     *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler"),

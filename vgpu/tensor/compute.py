@@ -51,7 +51,7 @@ def _draw(
     info: OperatorInfo, inner_args: Sequence[Any], inner_kwargs: Kwargs, gpu: VirtualGPU
 ) -> Any:
     """Run an operator that draws random numbers, with the call's generator or the GPU's default."""
-    if info.with_generator is None:  # operators that draw without a generator have handlers
+    if info.with_generator is None:  # operators without it that do draw have handlers
         return info.func(*inner_args, **inner_kwargs)
     generator = generator_for(gpu, inner_kwargs.get("generator"))
     return info.with_generator(*inner_args, **{**inner_kwargs, "generator": generator})

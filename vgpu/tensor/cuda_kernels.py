@@ -1,4 +1,4 @@
-"""Operators whose CUDA kernels support other dtypes than the CPU's, or return different results.
+"""Operators whose CUDA kernels support more dtypes than the CPU's, or return different results.
 
 CPU kernels compute them here, with the dtypes and buffers of the CUDA kernels. In torch, some exist
 only for GPUs: those for RMSNorm, nn.SyncBatchNorm and fused attention.
@@ -343,8 +343,8 @@ def install(changes: Changes) -> None:
 # Fused attention: CUDA's operators, computed by the CPU's fused kernel. They save the output and
 # one value per row instead of the score matrix, so they use as many bytes as on a GPU, and DTensor
 # and context parallelism can shard them. Strides also match a GPU's, as returned by torch's meta
-# kernels. Dropout isn't supported, since the CPU's kernel lacks it;
-# torch_patches/attention.py then computes attention unfused.
+# kernels. The CPU's kernel doesn't support dropout, with which
+# torch_patches/attention.py computes attention unfused.
 
 
 def _attention_arguments(

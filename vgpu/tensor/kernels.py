@@ -1,4 +1,4 @@
-"""Kernels that C++ calls for virtual GPUs if no argument is virtual, or without Python dispatch.
+"""Kernels that C++ calls for virtual GPUs if no argument is virtual or Python dispatch is off.
 
 Operators that need special treatment aren't registered here; they have handlers instead. All files
 with handlers are imported here.
@@ -74,7 +74,7 @@ def register_once() -> tuple[torch.library.Library, ...]:
 
 
 def _computing_operators() -> list[Operator]:
-    """Return aten's operators with a kernel for the CPU or all devices; no ``out=`` variants."""
+    """Return aten's operators with a CPU or all-device kernel, except ``out=`` variants."""
     found: list[Operator] = []
     for name in dir(torch.ops.aten):
         packet = getattr(torch.ops.aten, name)

@@ -46,7 +46,7 @@ class Result:
         bases: list[int | None],
     ) -> None:
         self.form = form  # None for one tensor; otherwise list or tuple
-        self.outputs = outputs  # numbers and None are unchanged
+        self.outputs = outputs  # numbers and None are stored as is
         self.bases = bases  # for each output, the index of the virtual input whose memory it shares
         # The output, if it's a single tensor with its own memory.
         only = outputs[0] if form is None and bases == [None] else None

@@ -82,7 +82,7 @@ class TensorMethods(torch.Tensor):
     _gpu: VirtualGPU
     _block: Block | None = None  # for shapes, which have no storage with values
     _inner: torch.Tensor  # a CPU tensor with the values; for shapes, a meta tensor
-    _given_data = False  # whether .data was assigned, so that earlier views have other memory
+    _given_data = False  # whether .data was assigned: earlier views then have other memory
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

@@ -15,7 +15,8 @@ from vgpu.tensor.operators import Args, Kwargs, tensors_in
 class Operation:
     """One call of an operator, as passed to a recording."""
 
-    stream: Any  # set by the recording, like host
+    # Set by the recording.
+    stream: Any
     host: Any
 
     __slots__ = ("args", "gpu", "host", "info", "inputs", "kwargs", "stream", "written")

@@ -1,8 +1,8 @@
 """Types and helpers for torch's operators, including composite ones, which call other operators.
 
 Composite operators are decomposed by C++ or by the user's Python code. Each part goes through
-``run``, since it takes time and intermediate tensors need memory. Operators that are composite only
-on CUDA are in parts.py.
+``run``, since every part takes time, and intermediate tensors need memory. Operators that are
+composite only on CUDA are in parts.py.
 """
 
 from collections.abc import Callable, Iterator

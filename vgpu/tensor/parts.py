@@ -2,8 +2,8 @@
 
 On a GPU, those tensors need memory, and each kernel takes time. Operators that C++ decomposes in
 the same way for every device are in operators.py; those here have a CPU kernel that does everything
-internally, where it can't be counted. The scratch memory of CUDA's sort, scan and reduction kernels
-isn't counted.
+internally, so none of it can be counted. The scratch memory of CUDA's sort, scan and reduction
+kernels isn't counted.
 """
 
 from typing import Any

@@ -193,7 +193,7 @@ def _names_in_cuda(func: Operator, argument: str) -> tuple[str, str]:
     name, overload = func._schema.name.partition("::")[2], func._schema.overload_name
     if any(a.is_out for a in func._schema.arguments):
         name += "_out"
-    if _has_kernel(func.name(), "CompositeExplicitAutogradNonFunctional"):  # structured
+    if _has_kernel(func.name(), "CompositeExplicitAutogradNonFunctional"):  # a structured kernel
         return argument, f"{name}_{overload}" if overload else name
     return argument, f"{overload}_{name}"
 

@@ -55,7 +55,7 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """In the block, tensors that are created, computed, or moved to a virtual GPU are shapes.
+    """Make tensors that are created, computed, or moved to a virtual GPU in the block shapes.
 
     A model that's moved inside the block permanently loses its values. Raises RuntimeError if virtual
     GPUs aren't enabled.

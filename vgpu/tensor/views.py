@@ -78,7 +78,7 @@ def _follows(view: torch.Tensor, base: torch.Tensor) -> bool:
 
 
 def _is_part(view: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether the view shows real or imaginary parts of its base."""
+    """Whether the view shows the real or imaginary part of its base."""
     return base.is_complex() and not base.is_conj() and view.dtype is base.dtype.to_real()
 
 

@@ -89,7 +89,7 @@ def _fused(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _choose(parts: list[torch.Tensor], mask: torch.Tensor | None, is_causal: bool) -> SDPBackend:
-    """Choose a kernel like select_sdp_backend (ATen/native/transformers/cuda/sdp_utils.cpp).
+    """Choose a kernel as select_sdp_backend does (ATen/native/transformers/cuda/sdp_utils.cpp).
 
     Raises RuntimeError, as on CUDA, if no enabled kernel supports the inputs.
     """

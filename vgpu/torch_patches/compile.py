@@ -50,7 +50,7 @@ def _compile(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         compiled = plain(model, *args, **kwargs)
-        # This returned a decorator, which will call ``compile`` again, or compilation is disabled.
+        # ``plain`` returned a decorator, which will call ``compile`` again, or did nothing.
         if model is None or compiled is model:
             return compiled
         fuses = kwargs.get("backend") not in _AS_THEY_ARE
@@ -158,7 +158,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _variables(function: FunctionType) -> Iterator[Any]:
-    """Yield a function's defaults, nonlocal and global variables' values, and string constants.
+    """Yield a function's defaults, string constants, and values of nonlocal and global variables.
 
     Global variables and constants include those of the functions defined inside it.
     """

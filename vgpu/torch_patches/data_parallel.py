@@ -70,7 +70,8 @@ def scatter(
 ) -> tuple[torch.Tensor, ...]:
     """Split ``tensor`` along ``dim`` into one chunk per device; fewer if the dimension is too small.
 
-    ``streams`` has the stream for each device's copy, None for the current one. The host doesn't wait.
+    ``streams`` has the stream for each device's copy, or None for the current one. The host doesn't
+    wait.
     """
     tensor = _handle_complex(tensor)
     targets = [_device(d) for d in devices]

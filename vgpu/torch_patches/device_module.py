@@ -35,7 +35,10 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Return False until a device is chosen or used; before that, DeviceMesh sets LOCAL_RANK's."""
+    """Return False until a device is chosen or used.
+
+    Before that, DeviceMesh makes LOCAL_RANK's device current.
+    """
     return is_available() and gpus.in_use.has_begun
 
 

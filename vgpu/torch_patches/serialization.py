@@ -40,7 +40,7 @@ def install(changes: Changes) -> None:
 
 
 def reduce(tensor: VirtualTensor) -> tuple[Any, ...]:
-    """Return torch's own function to rebuild the tensor and its arguments, for ``__reduce_ex__``."""
+    """Return torch's function to rebuild the tensor, and its arguments, for ``__reduce_ex__``."""
     warn_if_has_hooks(tensor)
     state = {k: v for k, v in vars(tensor).items() if k not in OWN_ATTRIBUTES}
     if isinstance(tensor, torch.nn.Parameter):

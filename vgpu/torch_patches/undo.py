@@ -122,7 +122,7 @@ class Changes(contextlib.ExitStack):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finder that finds one module as Python would, and calls ``then`` once its code has run."""
+    """Finder for one module that calls ``then`` once the module's code has run."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name = name
