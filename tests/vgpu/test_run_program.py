@@ -159,7 +159,7 @@ def test_a_script_for_cuda_runs_unchanged_and_prints_what_was_replaced(tmp_path)
         "the word cuda in a sentence stays",
     ]
     assert "line 14, in <module>\n    torch.ones(2, device='cuda:7')" in error, "as it was written"
-    assert "vgpu:7 was asked for; 2 virtual GPUs" in error
+    assert "vgpu:7 was requested; 2 virtual GPUs" in error
     assert "script.py: reads cuda as vgpu in lines 2, 5, 7, 8, 9, 10, 14" in error
     assert "beside.py: reads cuda as vgpu in line 2" in error
 

@@ -1,11 +1,11 @@
-"""Bytes per virtual GPU: allocated, peak and capacity.
+"""Bytes on each virtual GPU: allocated, peak and capacity.
 
 A block belongs to a storage, so it's counted once, however many tensors view it, and freed with the
-last reference, whether a variable or a tensor saved by autograd. The block is an attribute of the
+last reference, be it a variable or a tensor saved by autograd. The block is an attribute of the
 storage's Python object, which torch keeps alive as long as the storage itself.
 
-What CUDA's caching allocator would reserve for the blocks is computed on demand (records.py), and
-doesn't decide what fits. The memory of CUDA's context isn't counted.
+How much CUDA's caching allocator would reserve for the blocks is computed on demand (records.py),
+and doesn't determine what fits. The memory of CUDA's context isn't counted.
 """
 
 import threading
@@ -19,12 +19,12 @@ import torch.distributed as dist
 from vgpu.memory.caching_allocator import Segment
 from vgpu.memory.records import MemoryRecord, Reserve
 
-# CUDACachingAllocator.cpp, kMinBlockSize: every request is rounded up to a multiple of it.
+# CUDACachingAllocator.cpp, kMinBlockSize: every request is rounded up to a multiple of this.
 _ROUNDING_BYTES = 512
 
 
 def rounded(request_bytes: int) -> int:
-    """The bytes that the allocator allocates for a request."""
+    """Return the number of bytes that the allocator allocates for a request."""
     return -(-request_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
 
 
@@ -41,9 +41,8 @@ class Borrowed(Protocol):
 
 borrowed: list[Borrowed] = []
 """Tensors that gloo alone may keep alive; a collective appends its own while it holds the lock."""
-borrowed_lock = (
-    threading.RLock()
-)  # a finalizer that counts bytes may run in the thread that holds it
+# Reentrant, since a finalizer that counts bytes may run in the thread that holds it.
+borrowed_lock = threading.RLock()
 
 
 def _wait_for_returns() -> None:
@@ -57,18 +56,20 @@ def _wait_for_returns() -> None:
 
 # A finalizer may run between any two instructions, even in a thread that holds the lock.
 _lock = threading.RLock()
-_acquire, _release = _lock.acquire, _lock.release  # called for each tensor; with is half as fast
+# Called for each tensor; ``with`` is half as fast.
+_acquire, _release = _lock.acquire, _lock.release
 _memories: "list[DeviceMemory]" = []
 _records: list[MemoryRecord] = []
-_depth = 0  # of the current host: 0 for the real one, 1 for one of a cluster
+_depth = 0  # of the current host: 0 for the real host, 1 for a cluster's
 
 
 @contextmanager
 def record_memory(label: Callable[[], str] | None = None) -> Iterator[MemoryRecord]:
     """Record every allocation and free on any virtual GPU inside the block.
 
-    ``label`` is called at each allocation, in its thread; the result is stored in the event. Inside
-    ``vgpu.cluster``, the record excludes GPUs outside of it, where garbage may be collected meanwhile.
+    ``label`` is called at each allocation, in the allocating thread; its result is stored in the
+    event. Inside ``vgpu.cluster``, the record excludes GPUs outside the cluster, where garbage may
+    be collected in the meantime.
     """
     with _lock:
         record = MemoryRecord(_memories, label, _depth)
@@ -82,9 +83,9 @@ def record_memory(label: Callable[[], str] | None = None) -> Iterator[MemoryReco
 
 @contextmanager
 def of_another_host() -> Iterator[None]:
-    """Memories created in the block belong to another host, which ceases to exist at its end.
+    """Assign memories created in the ``with`` block to another host, which exists only within it.
 
-    Freeing a block on a host that no longer exists changes its counters, but no record.
+    Freeing memory on a host that no longer exists changes that host's counters, but no record.
     """
     global _depth
     others = _memories[:]
@@ -111,7 +112,7 @@ class DeviceMemory:
         self._current_stream = current_stream
         self.capacity_bytes = capacity_bytes
         self.allowed_bytes: int | None = None
-        """How much of the capacity this process may use; None means all."""
+        """How many bytes this process may use; None means the full capacity."""
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self.allocation_count = 0
@@ -123,7 +124,7 @@ class DeviceMemory:
         _memories.append(self)
 
     def settled(self) -> "DeviceMemory":
-        """Return ``self``, once nothing that has been freed is still counted."""
+        """Return ``self`` once no freed memory is still counted."""
         if borrowed:
             _wait_for_returns()
         return self
@@ -133,7 +134,7 @@ class DeviceMemory:
         return self.allocation_count - self.freed_count
 
     def require(self, request_bytes: int) -> int:
-        """Return the rounded size of a request; raises OutOfMemoryError if it doesn't fit."""
+        """Return the rounded size of a request; raise OutOfMemoryError if it doesn't fit."""
         size_bytes = rounded(request_bytes)
         most_bytes = self.capacity_bytes if self.allowed_bytes is None else self.allowed_bytes
         if self.allocated_bytes + size_bytes > most_bytes:
@@ -153,7 +154,7 @@ class DeviceMemory:
                 or self.allowed_bytes is not None
             ):
                 self.require(request_bytes)
-            block = Block(self, size_bytes, operation)  # other blocks may be freed meanwhile
+            block = Block(self, size_bytes, operation)  # its creation may free other blocks
             self.allocation_count += 1
             self.allocated_bytes = allocated_bytes = self.allocated_bytes + size_bytes
             if allocated_bytes > self.peak_bytes:
@@ -184,7 +185,7 @@ class DeviceMemory:
     def record(
         self, block: "Block", size_bytes: int, block_bytes: int, stream: int, operation: str
     ) -> None:
-        """Add a change by ``size_bytes`` to all records; the block now has ``block_bytes``."""
+        """Add a change of ``size_bytes`` to all records; the block now has ``block_bytes``."""
         if size_bytes:
             for record in _records:
                 if record.depth <= self._depth:
@@ -212,18 +213,18 @@ class DeviceMemory:
             self.reserve.reset_peak()
 
     def empty_cache(self) -> None:
-        """Release whole segments that are reserved but not allocated."""
+        """Release reserved segments without allocated blocks."""
         with _lock:
             self.reserve.empty_cache()
 
     def reserved(self) -> tuple[int, int]:
-        """Bytes that CUDA's caching allocator would have reserved, and their peak since the reset."""
+        """Return the bytes that CUDA's caching allocator would reserve, and the peak since reset."""
         with _lock:
             allocator = self.reserve.now()
             return allocator.reserved_bytes, allocator.peak_reserved_bytes
 
     def layout(self) -> list[Segment]:
-        """The segments that CUDA's caching allocator would have, with their blocks."""
+        """Return the segments that CUDA's caching allocator would have, with their blocks."""
         with _lock:
             return self.reserve.now().layout()
 
@@ -239,7 +240,7 @@ class DeviceMemory:
         return max(self.capacity_bytes - self.reserved()[0], 0)
 
     def summary(self) -> str:
-        """The counters as a table."""
+        """Return the counters as a table."""
         reserved_bytes, peak_reserved_bytes = self.reserved()
         rows = [
             ("allocated", format_size(self.allocated_bytes)),
@@ -254,7 +255,7 @@ class DeviceMemory:
         return "\n".join([f"{'memory of ' + str(self.device):^34}", "-" * 34, *lines])
 
     def out_of_host_memory(self, size_bytes: int) -> str:
-        """The error message if a block fits on the GPU, but not in this machine's memory."""
+        """Return the error message for a block that fits on the GPU but not in host memory."""
         return (
             f"VGPU out of memory. Tried to allocate {format_size(size_bytes)} on {self.device}, "
             "whose values are stored in this machine's own memory, which has no room for them. Use "
@@ -262,7 +263,7 @@ class DeviceMemory:
         )
 
     def _out_of_memory(self, size_bytes: int) -> str:
-        # The message is that of CUDACachingAllocator.cpp, which first releases cached memory.
+        # The message follows CUDACachingAllocator.cpp, which releases cached memory first.
         self.empty_cache()
         # With fragmentation, blocks may have needed more than the capacity (records.py).
         reserved_bytes = min(self.reserved()[0], self.capacity_bytes)
@@ -297,7 +298,7 @@ class Block:
 
     def __init__(self, memory: DeviceMemory, size_bytes: int, operation: str) -> None:
         self.memory = memory
-        self.number = 0  # as in the reserve (records.py)
+        self.number = 0  # its number in the reserve (records.py)
         self.size_bytes = size_bytes
         self.operation = operation
         # The storage of a shape, created on demand; other blocks belong to storages with values.
@@ -308,7 +309,7 @@ class Block:
         self.uses: Any = None
 
     def resize(self, request_bytes: int, operation: str) -> None:
-        """Count the new size of a storage resized in place; raises OutOfMemoryError if it doesn't fit."""
+        """Count a resized storage's new size; raise OutOfMemoryError if it doesn't fit."""
         with _lock:
             size_bytes = rounded(request_bytes)
             if size_bytes > self.size_bytes:
@@ -333,7 +334,7 @@ class Block:
 
 
 def _of_rank() -> str:
-    """Say which rank ran out of memory: several ranks can have GPUs with the same name."""
+    """Say which rank ran out of memory: GPUs of multiple ranks can have the same name."""
     if not (dist.is_available() and dist.is_initialized()):
         return ""
     return f" This happened on rank {dist.get_rank()} of {dist.get_world_size()}."

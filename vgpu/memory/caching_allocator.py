@@ -1,11 +1,11 @@
-"""How much memory CUDA's caching allocator reserves for what a program allocates.
+"""A model of how much memory CUDA's caching allocator reserves for a program's allocations.
 
-This is modeled on PyTorch's c10/cuda/CUDACachingAllocator.cpp, read at commit 001074d, and compared event
-by event with the compiled one of 2.15; comments name its functions and constants. The settings are its
-defaults, or ``expandable_segments:True``.
+It follows PyTorch's c10/cuda/CUDACachingAllocator.cpp at commit 001074d, and was compared event by
+event with the compiled allocator in PyTorch 2.15; comments name that file's functions and
+constants. Settings are the defaults, or ``expandable_segments:True``.
 
-The model leaves out ``record_stream``, which on CUDA delays the reuse of a block until another stream has
-caught up, and memory that's allocated outside of the allocator (CUDA's context, NCCL).
+The model leaves out ``record_stream``, which on CUDA delays the reuse of a block until another
+stream has caught up, and memory that's allocated outside the allocator (the CUDA context, NCCL).
 """
 
 from bisect import bisect_left, insort
@@ -18,15 +18,16 @@ from vgpu.units import format_bytes
 
 _MIB = 2**20
 _LEAST_BYTES = 512  # kMinBlockSize
-_SMALL_BYTES = _MIB  # kSmallSize: up to here an allocation is small
+_SMALL_BYTES = _MIB  # kSmallSize: allocations up to this size are small
 _SMALL_SEGMENT_BYTES = 2 * _MIB  # kSmallBuffer
 _LARGE_SEGMENT_BYTES = 20 * _MIB  # kLargeBuffer
-_OWN_SEGMENT_BYTES = 10 * _MIB  # kMinLargeAlloc: from here on, an allocation gets its own segment,
+_OWN_SEGMENT_BYTES = 10 * _MIB  # kMinLargeAlloc: from this size on, a block has its own segment,
 _OWN_SEGMENT_STEP_BYTES = 2 * _MIB  # kRoundLarge: whose size is a multiple of this
-# The distance between the starts of two segments: more than any GPU has, and whole pages of either pool.
+# The distance between the starts of two segments: larger than any GPU's memory, and a multiple of
+# both pools' page sizes.
 SEGMENT_DISTANCE_BYTES = _LARGE_SEGMENT_BYTES << 30
 
-_OLD_BLOCK = -1  # a key that isn't a block number, which start at 0
+_OLD_BLOCK = -1  # a key that can't be a block number, since those start at 0
 
 
 class _Piece:
@@ -77,7 +78,7 @@ class _Piece:
 
     @property
     def reach_bytes(self) -> int:
-        """The piece's size plus the addresses after it, into which an expandable segment can grow."""
+        """The piece's size plus the range after it into which an expandable segment can grow."""
         after = self.after
         grows = after is not None and not after.is_mapped
         return self.size_bytes + (after.size_bytes if after is not None and grows else 0)
@@ -89,7 +90,7 @@ class _Pool:
     def __init__(self, is_small: bool) -> None:
         self.is_small = is_small
         self.page_bytes = _SMALL_SEGMENT_BYTES if is_small else _LARGE_SEGMENT_BYTES
-        self.free: list[tuple[int, int, _Piece]] = []  # size, address: the smallest first
+        self.free: list[tuple[int, int, _Piece]] = []  # size, address; smallest first
         self.unmapped: list[tuple[int, _Piece]] = []  # address
 
     def add(self, piece: _Piece) -> None:
@@ -107,7 +108,7 @@ class _Pool:
     def best_fit(self, size_bytes: int) -> _Piece | None:
         """Remove and return the smallest free piece that's large enough (``get_free_block``).
 
-        A piece that can grow counts with the size that it can grow to.
+        A piece that can grow counts as the size to which it can grow.
         """
         at = bisect_left(self.free, (size_bytes,))
         if at == len(self.free):
@@ -144,11 +145,11 @@ class Segment(NamedTuple):
     stream: int
     is_small: bool
     pieces: list[tuple[int, int, int | None]]
-    """The pieces in order: address, bytes, and the number of the block in use, if any."""
+    """The pieces in order: address, bytes, and the block's number if the piece is in use."""
 
 
 class CachingAllocator:
-    """Segments of one GPU, and the blocks in them."""
+    """The segments of one GPU and the blocks in them."""
 
     def __init__(
         self,
@@ -157,10 +158,10 @@ class CachingAllocator:
         expandable_segments: bool = False,
         may_exceed_capacity: bool = False,
     ) -> None:
-        """``device`` is for messages; ``capacity_bytes`` is the most that can be reserved.
+        """``device`` is used in messages; ``capacity_bytes`` is the most that can be reserved.
 
-        With ``may_exceed_capacity``, a block that doesn't fit gets memory beyond the capacity, instead of
-        raising an error.
+        With ``may_exceed_capacity``, a block that doesn't fit gets memory beyond the capacity
+        instead of raising an error.
         """
         self.device = device
         self.capacity_bytes = capacity_bytes
@@ -169,7 +170,7 @@ class CachingAllocator:
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.retries = 0  # how often cached segments were freed because memory ran out
-        self._pools: dict[tuple[int, bool], _Pool] = {}  # by stream, and whether it is small
+        self._pools: dict[tuple[int, bool], _Pool] = {}  # by stream and is_small
         self._used: dict[int, _Piece] = {}
         self._next_address = 0
 
@@ -210,7 +211,7 @@ class CachingAllocator:
         piece.pool.add(piece)
 
     def resize(self, block: int, size_bytes: int, stream: int) -> None:
-        """Move a block to a new allocation, to which its values are copied (``resize_bytes_cuda``)."""
+        """Move a block to a new allocation and copy its values there (``resize_bytes_cuda``)."""
         self._used[_OLD_BLOCK] = self._used.pop(block)  # until the values are copied
         self.allocate(block, size_bytes, stream)
         self.free(_OLD_BLOCK)
@@ -229,7 +230,7 @@ class CachingAllocator:
         return sum(1 for _ in self._heads())
 
     def layout(self) -> list[Segment]:
-        """All segments, by address."""
+        """Return all segments in address order."""
         kinds = {id(pool): key for key, pool in self._pools.items()}
         blocks = {id(piece): block for block, piece in self._used.items()}
         found = []
@@ -243,11 +244,11 @@ class CachingAllocator:
         return found
 
     def address(self, block: int) -> int:
-        """The address of a block in use."""
+        """Return the address of a block in use."""
         return self._used[block].address
 
     def _heads(self) -> Iterator[_Piece]:
-        """The first piece of each segment."""
+        """Yield the first piece of each segment."""
         for piece in self._mapped():
             if piece.before is None or not piece.before.is_mapped:
                 yield piece
@@ -257,10 +258,10 @@ class CachingAllocator:
         for pool in self._pools.values():
             yield from (piece for _, _, piece in pool.free)
 
-    # Reserving and releasing memory of the GPU
+    # Reserving and releasing the GPU's memory
 
     def _take(self, pool: _Pool, size_bytes: int, may_exceed: bool = False) -> _Piece | None:
-        """Return a free piece of newly reserved memory (``alloc_block``); None if memory ran out.
+        """Return a free piece of newly reserved memory, or None if none is left (``alloc_block``).
 
         With ``may_exceed``, reserve memory beyond the capacity if necessary.
         """
@@ -287,7 +288,7 @@ class CachingAllocator:
         return True
 
     def _expand(self, pool: _Pool, size_bytes: int) -> _Piece | None:
-        """Grow the segment by whole pages (``try_allocate_expandable_block``)."""
+        """Grow a segment by whole pages (``try_allocate_expandable_block``)."""
         piece = pool.room(size_bytes)
         if piece is None:
             addresses = self.capacity_bytes + self.capacity_bytes // 8
@@ -329,7 +330,7 @@ class CachingAllocator:
                     self.reserved_bytes -= piece.size_bytes
 
     def _unmap(self, piece: _Piece) -> None:
-        """Release the whole pages of a free piece (``unmap_block``)."""
+        """Release the pages that lie entirely within a free piece (``unmap_block``)."""
         pool, page_bytes = piece.pool, piece.pool.page_bytes
         begin = _rounded_up(piece.address, page_bytes)
         end = (piece.address + piece.size_bytes) // page_bytes * page_bytes
@@ -344,7 +345,7 @@ class CachingAllocator:
         self.reserved_bytes -= piece.size_bytes
         piece.is_mapped = False
         piece.merge()
-        if piece.before is not None or piece.after is not None:  # else the segment is gone
+        if piece.before is not None or piece.after is not None:  # otherwise the segment is gone
             pool.add(piece)
 
     def _out_of_memory(self, size_bytes: int, stream: int) -> torch.OutOfMemoryError:
@@ -352,9 +353,9 @@ class CachingAllocator:
         return torch.OutOfMemoryError(
             f"CUDA's caching allocator has no room for {format_bytes(size_bytes)} on {self.device}, "
             f"stream {stream}: of {format_bytes(self.capacity_bytes)}, "
-            f"{format_bytes(self.reserved_bytes)} are reserved and "
-            f"{format_bytes(self.allocated_bytes)} allocated. What is reserved but not allocated "
-            f"is between blocks in use, or is too small{advice}"
+            f"{format_bytes(self.reserved_bytes)} is reserved and "
+            f"{format_bytes(self.allocated_bytes)} is allocated. Reserved but unallocated memory "
+            f"is split by blocks in use, or its pieces are too small{advice}"
         )
 
 

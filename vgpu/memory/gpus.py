@@ -12,12 +12,12 @@ from vgpu.memory import blocks as memory
 from vgpu.memory.blocks import DeviceMemory
 
 DEVICE_TYPE = "vgpu"
-# The device type that C++ sees. It must be a type whose index autograd keeps and for which torch ships
-# no kernels; Lazy is the only one (tensor/tensor.py).
+# The device type that C++ sees. It must be a type whose index autograd preserves and for which
+# torch ships no kernels; Lazy is the only one (tensor/tensor.py).
 CPP_DEVICE_TYPE = "lazy"
-# For "vgpu" without an index, C++ asks the device guard for the current device. A guard in Python can
-# only return a type, for which C++ takes index 0. A type that no tensor has distinguishes "the current
-# device" from vgpu:0.
+# For "vgpu" without an index, C++ asks the device guard for the current device. A guard in Python
+# can only return a type, for which C++ assumes index 0. A type that no tensor has distinguishes
+# "the current device" from vgpu:0.
 CURRENT_DEVICE_TYPE = "ve"
 _OUR_TYPES = (DEVICE_TYPE, CPP_DEVICE_TYPE, CURRENT_DEVICE_TYPE)
 
@@ -30,7 +30,7 @@ class DeviceGuard(torch._C._acc.DeviceGuard):
 
 
 class VirtualGPU:
-    """One GPU: its names in Python and in C++, its memory, and its random numbers."""
+    """One GPU: its names in Python and in C++, its memory, and its random number generator."""
 
     def __init__(self, index: int, spec: GPUSpec, capacity_bytes: int) -> None:
         self.index = index
@@ -55,7 +55,7 @@ _by_device: dict[torch.device, VirtualGPU] = {}
 
 
 class _Choices(threading.local):
-    """The current device of a thread, and its current stream on each device (time/streams.py)."""
+    """A thread's current device, and its current stream on each device (time/streams.py)."""
 
     def __init__(self) -> None:
         self.index = 0
@@ -66,9 +66,9 @@ class _Choices(threading.local):
 
 
 class Use:
-    """How the GPUs of a host are used, from when they're enabled until they're disabled.
+    """The use of a host's GPUs from when they're enabled until they're disabled.
 
-    At the start, as in a new process, no thread has chosen a device.
+    Initially, as in a new process, no thread has chosen a device.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ def _name(count: int) -> None:
 
 @contextmanager
 def of_another_host() -> Iterator[None]:
-    """In the block, the GPUs of another host can be made available.
+    """Let the ``with`` block make another host's GPUs available.
 
     Afterwards, the previous GPUs are restored, with their bytes, peaks, generators and each thread's
     current device and streams. Memory that's still allocated on the other host, for example by modules
@@ -140,9 +140,9 @@ def device_count() -> int:
 
 
 def current_index() -> int:
-    """Return the calling thread's current device; 0 by default, or if it's no longer available.
+    """Return the calling thread's current device index, or 0 if it's unset or unavailable now.
 
-    In a backward pass, it's the device of the running node, which autograd ensures for CUDA.
+    In a backward pass, it's the device of the running node, as autograd ensures on CUDA.
     """
     node = _current_node()
     if node is not None:
@@ -192,17 +192,17 @@ def in_backward() -> bool:
 
 
 stream_priorities: dict[int, int] = {}
-"""Priorities other than 0, by stream number; kernels on streams with a negative one overtake others."""
+"""Nonzero priorities by stream number; kernels on streams with a negative one overtake others."""
 
-# In a recording, the index of a GPU and the number of a stream, by the sequence number of an autograd
-# node; for nodes created on a non-default stream.
+# In a recording, the GPU index and stream number of each autograd node that was created on a
+# non-default stream, by the node's sequence number.
 streams_of_nodes: dict[int, tuple[int, int]] = {}
 
 
 def set_streams() -> dict[int, Any]:
-    """Return the streams set by this thread, or in this backward pass, by the index of their GPU.
+    """Return the streams set by this thread, or in this backward pass, by GPU index.
 
-    The engine makes a node's stream current; a hook can set another one on top.
+    The engine makes a node's stream current; a hook can then set another one.
     """
     current = in_use.current
     backward = graph_task()
@@ -237,8 +237,8 @@ def current_stream_number(index: int) -> int:
 def stream_number_of_node(index: int) -> int:
     """Return the number of the stream that the engine makes current on a GPU for the running node.
 
-    It's the stream of the node's forward; on other GPUs, it's the default stream. After the last node,
-    in the engine's callbacks, it's the stream of the caller of ``backward()``.
+    That's the stream of the node's forward operation, or on other GPUs, the default stream. After
+    the last node, in the engine's callbacks, it's the stream of the caller of ``backward()``.
     """
     node = torch._C._current_autograd_node()
     if node is None:
@@ -254,7 +254,7 @@ def callers_stream_number(index: int) -> int:
 
 
 def by_index(index: int) -> VirtualGPU:
-    """Return the GPU with this ordinal; raises CUDA's error if there is none."""
+    """Return the GPU with this index; raise CUDA's error if there is none."""
     if 0 <= index < _count:
         return _known[index]
     raise _no_such_device(index)
@@ -287,5 +287,5 @@ def _no_such_device(index: int) -> Exception:
     return torch.AcceleratorError(
         "VGPU error: invalid device ordinal\n"
         "GPU device may be out of range, do you have enough GPUs?\n"
-        f"(vgpu:{index} was asked for; {_count} virtual GPUs are enabled)"
+        f"(vgpu:{index} was requested; {_count} virtual GPUs are enabled)"
     )

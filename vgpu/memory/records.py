@@ -1,11 +1,12 @@
-"""Records what was allocated and freed, and computes what CUDA's caching allocator would reserve.
+"""Record allocations and frees, and compute how much CUDA's caching allocator would reserve.
 
-``MemoryRecord`` is what ``vgpu.record_memory`` returns. ``Reserve`` answers ``memory_reserved`` and the
-like for ``torch.vgpu``. Simulating the allocator takes longer than logging, so allocations are logged,
-in 8 bytes each, and the allocator processes the log when it's queried or when the log gets long.
+``vgpu.record_memory`` yields a ``MemoryRecord``. ``Reserve`` is behind
+``torch.vgpu.memory_reserved`` and similar functions. Simulating the allocator takes longer than
+logging, so allocations are logged, in 8 bytes each, and the allocator processes the log when it's
+queried or when the log gets long.
 
-``Reserve`` differs from CUDA's allocator in what caching_allocator.py leaves out, and in two more points.
-Outside of a recording, it assumes that a backward pass allocates on the default stream. And if
+Besides what caching_allocator.py leaves out, ``Reserve`` differs from CUDA's allocator in two ways.
+Outside a recording, it assumes that a backward pass allocates on the default stream. And if
 fragmentation leaves no room, CUDA's allocator fails, whereas a virtual GPU exceeds its capacity.
 """
 
@@ -21,7 +22,7 @@ from vgpu.memory.caching_allocator import CachingAllocator
 
 
 class Memory(Protocol):
-    """What a record reads from the memory of a GPU."""
+    """The attributes of a GPU's memory that a record reads."""
 
     device: torch.device
     capacity_bytes: int
@@ -32,7 +33,7 @@ class Memory(Protocol):
 class MemoryEvent:
     """One allocation (positive size) or free (negative size) on one device.
 
-    Resizing a storage in place changes the size of its block, in one event.
+    Resizing a storage in place changes its block's size in a single event.
     """
 
     device: torch.device
@@ -41,23 +42,24 @@ class MemoryEvent:
     operation: str  # for a free, the operation that allocated the block
     block: int  # a number, the same for all events of one block
     block_bytes: int  # the size of the block after the event
-    stream: int | None  # where the block was allocated; None if that was before the record
-    label: str = ""  # for an allocation, what the record's ``label`` returned
+    stream: int | None  # on which the block was allocated; None if before the record
+    label: str = ""  # for an allocation, the result of the record's ``label``
 
 
 @dataclass(frozen=True)
 class AllocatorStats:
-    """The state of CUDA's caching allocator after the events of one device.
+    """The state of CUDA's caching allocator after one device's events.
 
-    The terms are those of ``torch.cuda``: ``peak_reserved_bytes`` is its ``max_memory_reserved()``. A
-    block that's too small to split counts as allocated in full, up to 1 MiB more than was requested.
+    The terms are those of ``torch.cuda``: ``peak_reserved_bytes`` is its ``max_memory_reserved()``.
+    If what remains of a piece is too small to split off, the piece counts as allocated in full,
+    which is up to 1 MiB more than was requested.
     """
 
-    reserved_bytes: int  # in the end
+    reserved_bytes: int  # at the end
     peak_reserved_bytes: int
-    allocated_bytes: int  # in the end
+    allocated_bytes: int  # at the end
     peak_allocated_bytes: int
-    segments: int  # in the end
+    segments: int  # at the end
     retries: int  # how often cached segments were freed because memory ran out
 
 
@@ -70,15 +72,16 @@ class MemoryRecord:
         label: Callable[[], str] | None = None,
         depth: int = 0,
     ) -> None:
-        """``memories`` are those of all GPUs; ``label`` is as for ``record_memory``.
+        """``memories`` has every GPU's memory; ``label`` is as in ``record_memory``.
 
-        ``depth`` is that of the host where the record starts; hosts nested in it may have events, too.
+        ``depth`` is the depth of the host where the record starts; hosts nested in it may have
+        events, too.
         """
         self.events: list[MemoryEvent] = []
         self.depth = depth
         self._label = label
-        # The bytes that GPUs hold before the record. A cluster's GPUs have the same names as those
-        # outside of it.
+        # The bytes allocated before the record, per device and memory: a cluster's GPUs have the
+        # same names as those outside it.
         self._held: dict[torch.device, dict[Memory, int]] = {}
         self._capacity_bytes: dict[torch.device, int] = {}
         for memory in memories:
@@ -89,15 +92,15 @@ class MemoryRecord:
         self._live: dict[int, tuple[int, int | None]] = {}  # id of a block → its number and stream
 
     def allocated_bytes(self, device: torch.device | str) -> list[int]:
-        """Bytes on ``device`` after each of its events."""
+        """Return the bytes allocated on ``device`` after each of its events."""
         return [event.allocated_bytes for event in self.events_on(device)]
 
     def bytes_before(self, device: torch.device | str) -> int:
-        """Bytes allocated on ``device`` when the record started."""
+        """Return the bytes allocated on ``device`` when the record started."""
         return sum(self._held.get(torch.device(device), {}).values())
 
     def peak_bytes(self, device: torch.device | str) -> int:
-        """Peak bytes allocated on ``device`` during the record; 0 if nothing was allocated or freed."""
+        """Return the peak bytes allocated on ``device`` during the record, or 0 without events."""
         return max(self.allocated_bytes(device), default=0)
 
     def reserved(
@@ -111,8 +114,8 @@ class MemoryRecord:
         ``expandable_segments`` is as in ``PYTORCH_CUDA_ALLOC_CONF``; ``capacity_bytes`` overrides
         the virtual GPU's capacity. Raises OutOfMemoryError if the allocator would run out of memory.
 
-        Blocks from before the record are placed as if they had been allocated first, and those that
-        are never freed as a single block. So start recording before you create the model.
+        Blocks allocated before the record are placed first, and those without an event in it as a
+        single block. So start recording before you create the model.
         """
         wanted = torch.device(device)
         if capacity_bytes is None:
@@ -130,7 +133,7 @@ class MemoryRecord:
         )
 
     def replay(self, allocator: CachingAllocator) -> Iterator[MemoryEvent]:
-        """Replay the events of an allocator's device on the allocator; yield each event afterwards."""
+        """Replay the events of the allocator's device on it, and yield each event afterwards."""
         events = self.events_on(allocator.device)
         _allocate_older(events, self.bytes_before(allocator.device), allocator)
         for event in events:
@@ -151,7 +154,7 @@ class MemoryRecord:
         current_stream: int,
         operation: str,
     ) -> None:
-        """Add the event of a change by ``size_bytes``; ``block`` may be a dying object."""
+        """Add an event for a change of ``size_bytes``; ``block`` may be a dying object."""
         number, stream = self._live.pop(id(block), (None, None))
         if number is None:
             number = next(self._numbers)
@@ -169,21 +172,21 @@ class MemoryRecord:
         )
 
     def number_of(self, block: object) -> int:
-        """Return the number that the events of a block with bytes have, or will have."""
+        """Return the number that a nonempty block's events have, or will have."""
         if id(block) not in self._live:
             self._live[id(block)] = next(self._numbers), None
         return self._live[id(block)][0]
 
     def events_on(self, device: torch.device | str) -> list[MemoryEvent]:
-        """Return the events of ``device``.
+        """Return the events on ``device``.
 
-        Raises ValueError if that names both a GPU of a cluster and another GPU.
+        Raises ValueError if that's the name of both a cluster's GPU and another GPU.
         """
         wanted = torch.device(device)
         if len(self._held.get(wanted, {})) > 1:
             raise ValueError(
-                f"{wanted} is more than one GPU in this record: one on its own host, or in a "
-                "vgpu.cluster, and one in another cluster. Start the record in the cluster's block"
+                f"{wanted} is more than one GPU in this record: one in a vgpu.cluster block, and "
+                "one outside it or in another such block. Start the record inside the block"
             )
         return [event for event in self.events if event.device == wanted]
 
@@ -191,7 +194,7 @@ class MemoryRecord:
 def _allocate_older(
     events: list[MemoryEvent], held_bytes: int, allocator: CachingAllocator
 ) -> None:
-    """Allocate what was allocated before the first event, on the default stream."""
+    """Allocate what had been allocated before the first event, on the default stream."""
     older: dict[int, int] = {}  # block → bytes
     seen = set()
     for event in events:
@@ -204,15 +207,15 @@ def _allocate_older(
         allocator.allocate(block, size_bytes, 0)
 
 
-_NEVER_RELEASED = -2  # a key that isn't a block number, which start at 0
+_NEVER_RELEASED = -2  # a key that can't be a block number, since those start at 0
 
 
-# A log entry of at least 0 is a new block: its bytes and its stream. A negative one is _FREE minus a
-# block's number, or one of the other codes; _RESIZE is followed by a block's number, and its bytes
-# and stream.
+# A nonnegative log entry is a new block: its bytes and stream. A negative entry is _FREE minus a
+# block's number, or one of the other codes; _RESIZE is followed by the block's number, and then by
+# its bytes and stream.
 _RESET_PEAK, _EMPTY_CACHE, _RESIZE, _FORGET_RETRIES, _FREE = -1, -2, -3, -4, -5
-_LONGEST_LOG = 2**21  # 16 MiB; the allocator takes a few seconds for it
-_STREAM_BITS = 11  # sizes are multiples of 512 bytes, so 11 more bits give a stream 20
+_LONGEST_LOG = 2**21  # 16 MiB; the allocator takes a few seconds to process it
+_STREAM_BITS = 11  # sizes are multiples of 2^9 bytes, so 11 more bits leave 20 for the stream
 _STREAM_MASK = 2**20 - 1
 
 
@@ -221,8 +224,8 @@ class Reserve:
 
     def __init__(self, device: torch.device, capacity_bytes: int) -> None:
         self._allocator = CachingAllocator(device, capacity_bytes, may_exceed_capacity=True)
-        # A finalizer may append an entry at any time, so entries that belong together are added at
-        # once.
+        # A finalizer may append an entry at any time, so entries that belong together are added in
+        # one call.
         self._log = array("q")
         self._append = self._log.append
         self._logged_blocks = self._applied_blocks = 0
@@ -232,7 +235,7 @@ class Reserve:
         """Log a new block of ``block_bytes``, a multiple of 512, possibly 0; return its number."""
         packed = block_bytes << _STREAM_BITS | stream & _STREAM_MASK
         number = self._logged_blocks = self._logged_blocks + 1
-        self._append(packed)  # in order of the blocks' numbers, which entries don't repeat
+        self._append(packed)  # in the order of block numbers, so entries don't store them
         if len(self._log) > _LONGEST_LOG:
             self._shorten_log()
         return number
@@ -297,7 +300,7 @@ class Reserve:
             self._allocator.release_cached()
 
     def _place(self, block: int, packed: int) -> None:
-        """Give a block the size in ``packed``."""
+        """Set a block's size and stream to those in ``packed``."""
         allocator, block_bytes = self._allocator, packed >> _STREAM_BITS & ~511
         if block not in allocator:
             if block_bytes:

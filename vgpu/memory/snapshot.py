@@ -1,10 +1,10 @@
-"""``torch.vgpu.memory._snapshot``: the memory of all GPUs, in the format of ``torch.cuda.memory._snapshot``.
+"""``torch.vgpu.memory._snapshot``: all GPUs' memory, in ``torch.cuda.memory._snapshot``'s format.
 
-PyTorch's viewers read it: ``torch.cuda._memory_viz`` and https://docs.pytorch.org/memory_viz.
+PyTorch's viewers can read it: ``torch.cuda._memory_viz`` and https://docs.pytorch.org/memory_viz.
 Blocks are where CUDA's caching allocator would put them (caching_allocator.py).
 
-A snapshot leaves out C++ frames, and the frames of releases; sizes before rounding up to 512 bytes;
-times (entries are numbered instead); and failed allocations.
+A snapshot leaves out C++ frames, frames for frees, sizes before rounding up to 512 bytes, times
+(entries are numbered instead), and failed allocations.
 """
 
 import pickle
@@ -27,7 +27,7 @@ _MOST_FRAMES = 40
 
 @dataclass
 class _History:
-    """What has been recorded since ``record_history``."""
+    """The recording that ``record_history`` started."""
 
     record: MemoryRecord | None = None
     most_entries: int = sys.maxsize
@@ -45,10 +45,10 @@ def record_history(
     device: Any = None,
     clear_history: bool = False,
 ) -> None:
-    """Record allocations and releases on all GPUs from now on; None stops recording.
+    """Record allocations and frees on all GPUs from now on; ``enabled=None`` stops recording.
 
-    A snapshot has the last ``max_entries`` entries of each GPU. A second call keeps the earlier
-    history, unless ``clear_history`` is set. ``context``, ``stacks`` and ``device`` have no effect.
+    A snapshot has the last ``max_entries`` entries for each GPU. A second call keeps the earlier
+    history unless ``clear_history`` is set. ``context``, ``stacks`` and ``device`` have no effect.
     """
     if enabled is None or clear_history:
         _history.block.close()
@@ -59,9 +59,9 @@ def record_history(
 
 
 def snapshot(device: Any = None) -> dict[str, Any]:
-    """Return segments with their blocks, and the history of each GPU, if one is recorded.
+    """Return each GPU's segments with their blocks, and its history if that's being recorded.
 
-    With ``device``, return only this GPU's segments.
+    With ``device``, return only that GPU's segments and history.
     """
     wanted = range(gpus.device_count()) if device is None else [gpus.meant_by(device).index]
     segments: list[dict[str, Any]] = []
@@ -87,7 +87,7 @@ def dump(filename: str | Path = "dump_snapshot.pickle") -> None:
 
 
 def _stack() -> str:
-    """Return an allocation's Python frames outside of this package, innermost first, as text."""
+    """Return an allocation's Python frames outside this package, innermost first, as text."""
     frame = sys._getframe(1)
     lines: list[str] = []
     while frame is not None and len(lines) < _MOST_FRAMES:
@@ -108,7 +108,7 @@ def _frames(label: str) -> list[Frame]:
 def _replayed(
     record: MemoryRecord, memory: DeviceMemory
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return one GPU's final segments, and its trace."""
+    """Return one GPU's final segments and its trace."""
     allocator = CachingAllocator(memory.device, memory.capacity_bytes, may_exceed_capacity=True)
     trace = _Trace(allocator)
     blocks: dict[int, MemoryEvent] = {}  # in use
@@ -123,7 +123,7 @@ def _replayed(
 
 
 class _Trace:
-    """The entries of one GPU."""
+    """The history of one GPU, as entries of a snapshot."""
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self.entries: list[dict[str, Any]] = []
@@ -170,7 +170,7 @@ class _Trace:
 
 
 def _shown(address: int) -> int:
-    """Map to an address below 2^53, as CUDA's are: PyTorch's page reads them as JavaScript numbers."""
+    """Map an address below 2^53, since PyTorch's viewer reads addresses as JavaScript numbers."""
     segment, offset = divmod(address, SEGMENT_DISTANCE_BYTES)
     return (segment << 38) + offset
 

@@ -1,6 +1,6 @@
 """Autocast for virtual GPUs: operators run in the same dtypes as on CUDA.
 
-The policies and the cache of cast weights are those of ``aten/src/ATen/autocast_mode.cpp``. The lists at
+The policies and the cache of cast weights follow ``aten/src/ATen/autocast_mode.cpp``. The lists at
 the end of this file assign a policy to each operator.
 """
 
@@ -75,7 +75,7 @@ def _giving_float32(func: Operator) -> Kernel:
             if given is not None or not _is_eligible(args[0]):
                 return func(*args, **kwargs)
             first, *rest = args[:place]
-            if copies:  # as on CUDA, whose kernels for sums and norms read half precision directly
+            if copies:  # as CUDA does; its sum and norm kernels read half precision directly
                 first = first.to(torch.float32)
             return func(first, *rest, *args[place + 1 :], **kwargs | {"dtype": torch.float32})
 
@@ -111,14 +111,17 @@ def _refuse(*args: object, **kwargs: object) -> None:
 
 
 def cast_down(value: Any) -> Any:
-    """The value cast to the autocast dtype, if autocast is enabled."""
+    """Return ``value``, cast to the autocast dtype if autocast is enabled."""
     if not torch.is_autocast_enabled(gpus.DEVICE_TYPE):
         return value
     return cast(value, _lower_precision())
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast floating-point tensors on a virtual GPU, except float64; returns anything else unchanged."""
+    """Cast the floating-point tensors on virtual GPUs to ``dtype``, except float64 ones.
+
+    Anything else is returned unchanged.
+    """
     if isinstance(value, list | tuple):
         return type(value)(cast(item, dtype) for item in value)
     if not _is_eligible(value) or value.dtype is dtype:
@@ -127,9 +130,9 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def recurrent(plain: Kernel) -> Kernel:
-    """Wrap ``torch.lstm`` and the like, which cuDNN computes in float16, whatever the autocast dtype.
+    """Wrap ``torch.lstm`` and the like, which cuDNN runs in float16 whatever the autocast dtype.
 
-    ATen/cudnn/AutocastRNN.cpp hard-codes that dtype, and doesn't cache cast weights.
+    ATen/cudnn/AutocastRNN.cpp hard-codes float16 and doesn't cache cast weights.
     """
 
     @functools.wraps(plain)
@@ -172,14 +175,14 @@ def _is_weight(value: torch.Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-# The cache's keys are the weights' ids, as in C++; all threads and dtypes share it.
+# Keyed by the weight's id, as in C++; all threads and dtypes share this cache.
 _casts: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
 
 def _cached(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     of, copy = _casts.get(id(weight), (None, None))
     if copy is None or of is None or of() is not weight:
-        with torch.enable_grad():  # a later use of the cast, outside of no_grad, may need its graph
+        with torch.enable_grad():  # a later use outside no_grad may need the cast's graph
             copy = weight.to(dtype)
         _casts[id(weight)] = weakref.ref(weight), copy
     return copy
@@ -193,9 +196,10 @@ def _clearing(plain: Callable[[], None]) -> Callable[[], None]:
     return clear_autocast_cache
 
 
-# The policies of operators on CUDA: the lists ``AT_FORALL_...`` in ``ATen/autocast_mode.h``, by overload.
-# ``tests/vgpu/tensor/test_autocast.py`` compares them with the header of the installed torch. They leave out
-# norm.Scalar and norm.ScalarOpt_dim, which torch.norm no longer calls on a GPU.
+# Each operator's policy on CUDA, by overload: the ``AT_FORALL_...`` lists in
+# ``ATen/autocast_mode.h``. ``tests/vgpu/tensor/test_autocast.py`` compares these lists with the
+# header of the installed torch. norm.Scalar and norm.ScalarOpt_dim are left out: torch.norm no
+# longer calls them on a GPU.
 
 LOWER_PRECISION_FP = [
     *("_convolution.deprecated", "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc"),
@@ -229,7 +233,7 @@ FP32_SET_OPT_DTYPE = [
     *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum"),
     *("sum.dim_IntList",),
 ]
-"""Inputs aren't cast; the argument ``dtype`` defaults to float32."""
+"""The argument ``dtype`` defaults to float32; autocast itself doesn't cast the inputs."""
 
 PROMOTE = [
     *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler"),

@@ -13,8 +13,8 @@ from vgpu.tensor.generators import generator_for
 from vgpu.tensor.operator_info import OperatorInfo
 from vgpu.tensor.operators import Args, Kwargs, Operator
 
-# C++ resolves lazy conjugation and negation before it calls Python. Kernels that consist of several
-# operators rely on that for their parts, too, so it's turned on again for the CPU's kernels.
+# C++ resolves lazy conjugation and negation before it calls Python. Kernels that consist of
+# multiple operators rely on that for their parts, too, so it's turned back on for CPU kernels.
 _resolving = torch._C._SetExcludeDispatchKeyGuard
 _CONJUGATE = torch._C.DispatchKey.Conjugate
 _NEGATIVE = torch._C.DispatchKey.Negative
@@ -28,7 +28,10 @@ def compute(
     inner_kwargs: Kwargs,
     gpu: VirtualGPU | None,
 ) -> Any:
-    """The operator's results on the CPU; ``inner_args`` have CPU tensors in place of virtual ones."""
+    """Return the operator's results, computed on the CPU.
+
+    ``inner_args`` and ``inner_kwargs`` have CPU tensors in place of virtual ones.
+    """
     func = info.func
     if info.unchanged:
         return func(*inner_args, **inner_kwargs)
@@ -47,8 +50,8 @@ def compute(
 def _draw(
     info: OperatorInfo, inner_args: Sequence[Any], inner_kwargs: Kwargs, gpu: VirtualGPU
 ) -> Any:
-    """Run an operator that draws random numbers, with the generator of ``gpu``."""
-    if info.with_generator is None:  # if the operator draws, it has its own handler
+    """Run an operator that draws random numbers, with the call's generator or the GPU's default."""
+    if info.with_generator is None:  # operators without it that do draw have handlers
         return info.func(*inner_args, **inner_kwargs)
     generator = generator_for(gpu, inner_kwargs.get("generator"))
     return info.with_generator(*inner_args, **{**inner_kwargs, "generator": generator})
@@ -63,8 +66,9 @@ def counting_versions(
 ) -> Any:
     """Run an operator that modifies the lists of tensors at ``positions`` in place.
 
-    C++ increments the version of a single tensor that is modified in place, but not of tensors in a
-    list. Here, each list element's version is incremented as often as that of an alias of its values.
+    C++ increments the version of a single tensor that is modified in place, but not the versions of
+    tensors in a list. Here, each tensor in a list gets as many increments as an alias of its
+    values.
     """
     changed: list[tuple[torch.Tensor, torch.Tensor]] = []
     for position in positions:
@@ -82,7 +86,10 @@ def counting_versions(
 
 
 def _in_float32(func: Operator, inner_args: Sequence[Any]) -> Any:
-    """Run a float16 convolution in float32, in which a GPU accumulates; the CPU's own is 50 times slower."""
+    """Run a float16 convolution in float32, the dtype in which GPUs accumulate.
+
+    The CPU's float16 kernel is 50 times slower.
+    """
 
     def cast(values: Iterable[Any], dtype: torch.dtype, wider: torch.dtype) -> list[Any]:
         return [
@@ -101,7 +108,7 @@ def _is_complex(value: object) -> bool:
 
 
 def set_inner_device(inner_kwargs: Kwargs, gpu: VirtualGPU | None) -> VirtualGPU | None:
-    """Replace ``device=`` by the CPU; returns the GPU of the result, or None for a real device."""
+    """Replace ``device=`` with the CPU; return the result's GPU, or None for a real device."""
     device = inner_kwargs.get("device")
     if device is None:
         return gpu
@@ -116,7 +123,7 @@ def set_inner_device(inner_kwargs: Kwargs, gpu: VirtualGPU | None) -> VirtualGPU
 
 
 def require_room(inner_args: Sequence[Any], inner_kwargs: Kwargs, gpu: VirtualGPU) -> None:
-    """Raise torch.OutOfMemoryError before the CPU allocates more than the GPU has."""
+    """Raise torch.OutOfMemoryError before the CPU allocates more memory than the GPU has left."""
     # A factory's first argument is the size, or a tensor (``*_like``), perhaps followed by the size.
     first = size = inner_args[0] if inner_args else None
     if isinstance(first, torch.Tensor) and len(inner_args) > 1:

@@ -1,6 +1,6 @@
-"""Handlers of copies, the only operators that can cross devices, and of some that need special treatment.
+"""Handlers for copies, the only operators that can cross devices, and for a few special operators.
 
-The handlers of copies call the recording themselves.
+Copy handlers notify the recording themselves.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ from vgpu.tensor.tensor import (
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The CPU tensor inside a virtual one; any other tensor itself."""
+    """Return the CPU tensor inside a virtual tensor; return any other tensor unchanged."""
     return tensor._inner if isinstance(tensor, VirtualTensor) else tensor
 
 
@@ -37,7 +37,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @handler("aten::_to_copy", records_itself=True)
 def to_copy(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """``Tensor.to``, if it changes something."""
+    """Run ``Tensor.to`` when it changes something."""
     (source,) = args
     refuse_tangents(args)
     options = {key: value for key, value in kwargs.items() if value is not None}
@@ -63,22 +63,23 @@ def copy_(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     if not _are_same_values(target, read):
         values_of(target).copy_(values_of(read), *rest, **kwargs)
         if target.layout is not torch.strided and isinstance(target, VirtualTensor):
-            refresh(target, "copy_")  # a sparse target has other indices and values now
+            refresh(target, "copy_")  # a sparse target now has different indices and values
     if observer.recording is not None:
         observer.recording.after_copy(source, target, in_place=True, waits=_waits(args, kwargs))
     return target
 
 
 def _waits(args: Args, kwargs: Kwargs) -> bool:
-    """Whether the host waits for ``copy_``, if it's between the host and a GPU."""
+    """Whether the host waits for ``copy_`` if it copies between the host and a GPU."""
     return not (kwargs.get("non_blocking") or args[2:3] == (True,))
 
 
 def _are_same_values(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a copy would write each value to where it was read.
+    """Whether a copy would write each value back to where it was read.
 
-    torch's C++ (matmul with ``out=``) skips such a copy if both tensors share their storage. It can't see
-    the storage of virtual tensors, and the CPU refuses to copy a tensor onto itself.
+    torch's C++ code (matmul with ``out=``) skips such a copy if both tensors share their storage.
+    It can't see the storage of virtual tensors, and the CPU's ``copy_`` raises an error if the
+    tensors have different strides in a dimension of size 1.
     """
     if type(target) is not VirtualTensor or type(source) is not VirtualTensor:
         return False
@@ -108,7 +109,7 @@ def foreach_copy_(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 # Copies of shapes
 
 host_keeps_values = False
-"""Whether copying a shape to a host tensor with values leaves that unchanged, instead of raising."""
+"""Whether copying a shape to a host tensor with values does nothing instead of raising an error."""
 
 
 @shape_handler("aten::_to_copy")
@@ -155,7 +156,7 @@ def copy_shape_(func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode) ->
 def record_stream(
     func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode | None = None
 ) -> Any:
-    """Do nothing outside of recordings: a block is never reused while an operation still needs it."""
+    """Do nothing unless recording: a block is never reused while an operation still needs it."""
     if observer.recording is not None:
         observer.recording.record_stream(*args)
 
@@ -172,7 +173,7 @@ def pin_memory(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 
 def pin_cpu_memory(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
-    """``Tensor.pin_memory`` of a CPU tensor: a copy marked as pinned; no page is locked."""
+    """Return a copy of a CPU tensor, marked as pinned; unlike real pinning, this locks no pages."""
     pinned = torch.empty_like(tensor).copy_(tensor)
     pinned.untyped_storage()._vgpu_pinned = True  # type: ignore[attr-defined]
     return pinned
@@ -192,7 +193,7 @@ def layout(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return args[0]._inner.layout
 
 
-# Results on the host, and random numbers without a generator
+# Results on the host, random operators without a generator, and autograd's zero tensors
 
 
 @handler("aten::_pack_padded_sequence")
@@ -218,7 +219,7 @@ def native_dropout(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     if values.numel() == 0 or train is False:
         return wrap_result(func(values, p, train), source._gpu, "native_dropout")
     kept = 1.0 - p
-    mask = torch.empty_like(values, dtype=torch.bool)  # with the same strides, as the CPU's dropout
+    mask = torch.empty_like(values, dtype=torch.bool)  # same strides, like the CPU's dropout
     mask.bernoulli_(kept, generator=default_generator(source._gpu))
     result = values.mul(mask).mul_(1.0 / kept if kept else 0.0)
     return wrap_result((result, mask), source._gpu, "native_dropout")
@@ -226,5 +227,5 @@ def native_dropout(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 @in_parts("aten::_efficientzerotensor")
 def efficient_zeros(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Replace autograd's zeros without memory by real zeros, since CPU kernels would read them."""
+    """Replace autograd's zero tensors, which have no memory, with real zeros for CPU kernels."""
     return torch.ops.aten.zeros.default(*args, **kwargs)

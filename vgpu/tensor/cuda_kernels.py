@@ -1,7 +1,7 @@
-"""Operators whose CUDA kernel supports other dtypes than the CPU's, or returns other results.
+"""Operators whose CUDA kernels support more dtypes than the CPU's, or return different results.
 
-Each is computed by the CPU's kernel, with the dtypes and buffers of CUDA's. Some exist only for GPUs in
-torch: those of RMSNorm, nn.SyncBatchNorm and fused attention.
+CPU kernels compute them here, with the dtypes and buffers of the CUDA kernels. In torch, some exist
+only for GPUs: those for RMSNorm, nn.SyncBatchNorm and fused attention.
 """
 
 import math
@@ -20,13 +20,13 @@ from vgpu.torch_patches.undo import Changes
 HALF = (torch.float16, torch.bfloat16)
 
 
-# These are computed in float32 and rounded. Some aren't implemented for float16 and bfloat16 on the CPU,
-# namely where ``dtypesIfCUDA`` has more than ``dtypes`` in
-# torch/testing/_internal/common_methods_invocations.py. Of those, Fourier transforms and ``rrelu`` of
-# float16 aren't here, and raise the CPU's error. For other operators, the CPU keeps the statistics in the
-# input's dtype, and CUDA in float32 (``toAccumulateType(...,
-# is_cuda=true)`` in ATen/native/cuda/layer_norm_kernel.cu and Normalization.cu). Group norm isn't here,
-# since CUDA keeps the input's dtype, too.
+# These operators compute in float32 and round the results. Some have no float16 or bfloat16 kernel
+# on the CPU: those with more dtypes in ``dtypesIfCUDA`` than in ``dtypes``, in
+# torch/testing/_internal/common_methods_invocations.py. Fourier transforms and float16 ``rrelu``
+# also lack one, but they aren't listed here, and raise the CPU's error. For the other operators,
+# the CPU keeps statistics in the input's dtype, and CUDA in float32 (``toAccumulateType(...,
+# is_cuda=true)`` in ATen/native/cuda/layer_norm_kernel.cu and Normalization.cu). Group norm isn't
+# listed, since CUDA also keeps its statistics in the input's dtype.
 
 _INPUT = ("self",)
 IN_FLOAT32: dict[str, tuple[str | None, ...]] = {
@@ -48,7 +48,10 @@ IN_FLOAT32: dict[str, tuple[str | None, ...]] = {
 
 
 def widened(func: Operator, args: Args, kwargs: Kwargs) -> tuple[dict[str, Any], VirtualGPU]:
-    """Return the arguments by name, as CPU tensors with half precision cast to float32, and the GPU."""
+    """Return the arguments by name, and their GPU.
+
+    Tensors are on the CPU, with half precision cast to float32.
+    """
     named, gpu = named_values(func, args, kwargs)
     for name, value in named.items():
         if isinstance(value, torch.Tensor) and value.dtype in HALF:
@@ -76,9 +79,9 @@ def in_float32(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return wrap_result(cast[0] if alone else tuple(cast), gpu, name)
 
 
-# Softmax of float16 with a float32 result is one kernel on a GPU, without a copy in float32. It's used for
-# ``softmax(x, dim, dtype=torch.float32)`` and in autocast, for float16 only
-# (``aten/src/ATen/native/SoftMax.cpp``). C++ uses that kernel for CUDA tensors only.
+# On a GPU, softmax of a float16 tensor with a float32 result is one kernel, without a float32 copy
+# of the input. It runs for ``softmax(x, dim, dtype=torch.float32)`` and under autocast, for float16
+# only (``aten/src/ATen/native/SoftMax.cpp``). C++ calls that kernel only for CUDA tensors.
 
 _SOFTMAX = {
     "aten::softmax.int": torch.ops.aten._softmax.default,
@@ -99,7 +102,7 @@ def softmax(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 def register(kernels: torch.library.Library) -> None:
     """Register ``softmax`` above autograd, which would decompose it.
 
-    Also register a kernel for RMSNorm: autograd then calls that, instead of its parts.
+    Also register a kernel for RMSNorm, which autograd then calls instead of the operator's parts.
     """
     kernels.impl(_RMS_NORM, lambda *args: run(_RMS_NORM, args, {}), "Lazy")
     for func in (torch.ops.aten.softmax.int, torch.ops.aten.log_softmax.int):
@@ -160,7 +163,11 @@ def log_sigmoid_backward(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 @handler("aten::native_batch_norm")
 def batch_norm(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Return, in evaluation, the running statistics in float32, as CUDA does; the CPU returns none."""
+    """Run batch normalization with float32 statistics for half precision, as on CUDA.
+
+    In evaluation mode, CUDA returns the running mean and 1 / sqrt(running variance + eps); the CPU
+    returns empty tensors.
+    """
     named = named_arguments(func, args, kwargs)
     dtype, training = named["input"].dtype, named["training"]
     if kwargs or (training and dtype not in HALF):
@@ -179,9 +186,9 @@ def batch_norm(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return wrap_result((output.to(dtype), *statistics), gpu, "native_batch_norm")
 
 
-# On CUDA, RMSNorm is one kernel forward and one backward, which save one number per row. On other devices,
-# torch decomposes it into six operations. Here, those six compute the values; bytes and kernels are CUDA's.
-# Double backward uses torch's own formula.
+# On CUDA, RMSNorm is one kernel in the forward pass and one in the backward pass, and saves one
+# value per row. On other devices, torch decomposes it into six operations. Those compute the values
+# here, but memory and kernel counts are CUDA's. Double backward uses torch's own formula.
 
 _RMS_NORM = torch.ops.aten._fused_rms_norm.default
 
@@ -194,7 +201,7 @@ def _rms_norm_backward(
     weight: torch.Tensor | None,
     output_mask: Sequence[bool],
 ) -> tuple[Any, Any]:
-    """The gradients of input and weight, each in its own dtype; computed in float32."""
+    """Return the gradients of input and weight in their own dtypes; compute in at least float32."""
     wide = torch.float64 if input.dtype is torch.float64 else torch.float32
     rows = tuple(range(input.dim() - len(normalized_shape)))
     within = tuple(range(len(rows), input.dim()))
@@ -211,24 +218,24 @@ def _rms_norm_backward(
     return of_input, of_weight
 
 
-# Without a handler, forward would be considered a composite operator, and run in parts.
+# Without a handler, the forward operator would count as composite and run in parts.
 @handler("aten::_fused_rms_norm")
 def rms_norm(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return run_unrecorded(func, args, kwargs)
 
 
-# CPU versions of the five operators of nn.SyncBatchNorm, which torch has for GPUs only. Communication is
-# torch's own (torch.nn.modules._functions). They compute what the CUDA kernels do
-# (ATen/native/cuda/Normalization.cuh): statistics of the rank's own part, statistics of all parts, the
-# normalization, and the two halves of the backward pass. ``C`` is the number of channels, dimension 1 of the
-# input. Statistics and sums of float16 and bfloat16 are float32, as on CUDA; outputs and gradients have the
-# dtype of their tensor.
+# CPU versions of nn.SyncBatchNorm's five operators, which torch has only for GPUs. The
+# communication is torch's own (torch.nn.modules._functions). Like the CUDA kernels
+# (ATen/native/cuda/Normalization.cuh), they compute the statistics of the rank's own batch, the
+# statistics over all ranks, the normalization, and the two halves of the backward pass. ``C`` is
+# the number of channels, dimension 1 of the input. For float16 and bfloat16, statistics and sums
+# are in float32, as on CUDA; outputs and gradients have the dtypes of their tensors.
 
 Optional = torch.Tensor | None
 
 
 def _sync_stats(input: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and 1 / sqrt(variance + eps) of this rank's part, each (C,)."""
+    """Return the mean and 1 / sqrt(variance + eps) of this rank's batch, each (C,)."""
     input, others = _wide(input), _all_but_channels(input)
     return input.mean(others), (input.var(others, correction=0) + eps).rsqrt()
 
@@ -243,7 +250,7 @@ def _sync_gather_stats(
     eps: float,
     counts: torch.Tensor,  # (ranks,)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and 1 / sqrt(variance + eps) over all ranks; updates the running statistics."""
+    """Update the running statistics; return mean and 1 / sqrt(variance + eps) over all ranks."""
     mean, invstd, counts = _wide(mean), _wide(invstd), _wide(counts)
     share = (counts / counts.sum())[:, None]
     whole = (share * mean).sum(0)
@@ -280,7 +287,7 @@ def _sync_backward_reduce(
     weight_g: bool,
     bias_g: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This rank's sums of dy and of dy * (x - mean), and its gradients of weight and bias."""
+    """Return this rank's sums of dy and dy * (x - mean), and its gradients of weight and bias."""
     others, grad_out = _all_but_channels(input), _wide(grad_out)
     sum_dy = grad_out.sum(others)
     sum_dy_xmu = (grad_out * (input - _along_channels(mean, input))).sum(others)
@@ -298,7 +305,7 @@ def _sync_backward(
     sum_dy_xmu: torch.Tensor,
     count: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient of the input, from the sums over all ranks."""
+    """Return the gradient of the input, computed from the sums over all ranks."""
     samples = count.sum()
     centered = input - _along_channels(mean, input)
     slope = _along_channels(invstd.square() * sum_dy_xmu / samples, input)
@@ -308,7 +315,7 @@ def _sync_backward(
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    """Cast float16 and bfloat16 to float32, in which a GPU computes."""
+    """Cast float16 and bfloat16 to float32, the dtype in which GPUs compute."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
@@ -333,17 +340,17 @@ def install(changes: Changes) -> None:
     kernels.impl("batch_norm_backward_elemt", _sync_backward, "CPU")
 
 
-# Fused attention: CUDA's operators, computed by the CPU's own fused kernel. They save the output and one
-# number per row, not the matrix of scores, so the bytes are those of a GPU, and DTensor and context
-# parallelism can shard them. Strides are a GPU's, too, as returned by torch's meta kernels. Dropout is left
-# out, because the CPU's kernel doesn't support it (torch_patches/attention.py then computes attention
-# unfused).
+# Fused attention: CUDA's operators, computed by the CPU's fused kernel. They save the output and
+# one value per row instead of the score matrix, so they use as many bytes as on a GPU, and DTensor
+# and context parallelism can shard them. Strides also match a GPU's, as returned by torch's meta
+# kernels. The CPU's kernel doesn't support dropout, with which
+# torch_patches/attention.py computes attention unfused.
 
 
 def _attention_arguments(
     func: Operator, args: Args, kwargs: Kwargs
 ) -> tuple[dict[str, Any], VirtualGPU]:
-    """All arguments by name, with CPU tensors in place of virtual ones, and the GPU."""
+    """Return all arguments by name, with CPU tensors in place of virtual ones, and the GPU."""
     defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
     values, gpu = named_values(func, args, kwargs)
     named = defaults | values
@@ -358,7 +365,7 @@ def _attention_arguments(
 def _attention_forward(
     named: dict[str, Any], mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output, and the logarithm of each row's sum: (B, H, S, D) and (B, H, S)."""
+    """Return the output, (B, H, S, D), and the log-sum-exp of each row of scores, (B, H, S)."""
     parts = [named[name] for name in ("query", "key", "value")]
     parts = [part if part.stride(-1) == 1 else part.contiguous() for part in parts]
     output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -384,7 +391,7 @@ def _as_rows_of_heads(values: torch.Tensor) -> torch.Tensor:
 
 
 def _laid_out_as(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The values in the memory layout of ``empty_like(like)``, as written by flash attention."""
+    """Return the values in the memory layout of ``empty_like(like)``, as flash attention does."""
     made = torch.empty_like(like)
     return values if values.stride() == made.stride() else made.copy_(values)
 
@@ -394,7 +401,7 @@ def flash_attention(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     named, gpu = _attention_arguments(func, args, kwargs)
     query = named["query"]
     output, logsumexp = _attention_forward(named, None)
-    # Return the state of the random numbers, but no debug mask and no lengths of packed sequences.
+    # Return the RNG state, but no debug mask and no cumulative sequence lengths.
     state = torch.zeros(2, dtype=torch.uint64, device="cpu")
     results = (
         *(_laid_out_as(query, output), logsumexp.contiguous(), None, None),

@@ -1,7 +1,7 @@
-"""Random numbers. Each virtual GPU has a generator, which is based on a CPU generator.
+"""Random number generators: each virtual GPU has one, based on a CPU generator.
 
-``torch.manual_seed`` seeds all of them with the same seed, so a virtual GPU draws the same numbers as the
-CPU, independently of other devices and of the order in which threads run.
+``torch.manual_seed`` seeds them all with the same seed, so a virtual GPU draws the same numbers as
+the CPU, regardless of other devices and of the order in which threads run.
 """
 
 import weakref
@@ -13,12 +13,13 @@ from vgpu.memory import gpus
 
 _PlainGenerator = torch.Generator
 
-# C++ returns a generator as a new Python object; its address identifies it.
+# C++ wraps a generator in a new Python object each time, so its C++ address identifies it.
 _owners: weakref.WeakValueDictionary[int, "DeviceGenerator"] = weakref.WeakValueDictionary()
 
 
-# A state consists of the CPU generator's state and three int64: the seed, an offset, and the offset for
-# which the CPU state is valid. CUDA's generator has only a seed and an offset, 8 bytes each.
+# A state consists of the CPU generator's state and three int64 values: the seed, an offset, and the
+# offset for which the CPU state is valid. CUDA's generator has only a seed and an offset, 8 bytes
+# each.
 PHILOX_BYTES = 16
 _TAIL_BYTES = 24
 
@@ -26,8 +27,9 @@ _TAIL_BYTES = 24
 class DeviceGenerator(_PlainGenerator):
     """A generator of a virtual GPU.
 
-    DTensor sets a different offset for each shard, and expects numbers that are a function of seed and
-    offset. A CPU generator has no offset, so setting one reseeds it, with a hash of seed and offset.
+    DTensor sets a different offset for each shard and expects the random numbers to be a function
+    of seed and offset. A CPU generator has no offset, so setting one reseeds it with a hash of
+    both.
     """
 
     _gpu: gpus.VirtualGPU
@@ -52,8 +54,8 @@ class DeviceGenerator(_PlainGenerator):
         return super().seed()
 
     def get_state(self) -> torch.Tensor:
-        """Return a byte tensor on the CPU, with which a generator can continue in any process."""
-        # The tensor is on the CPU, whatever the default device is.
+        """Return a CPU byte tensor from which a generator can continue in any process."""
+        # The device is explicit because the default device may be a GPU.
         tail = torch.tensor(
             [_signed(self.initial_seed()), self._offset, self._offset], device="cpu"
         )
@@ -94,12 +96,12 @@ def _mixed(seed: int, offset: int) -> int:
 
 
 def _signed(number: int) -> int:
-    """A 64-bit number as a signed int64."""
+    """Return a 64-bit number as a signed int64."""
     return (number + 2**63) % 2**64 - 2**63
 
 
 def make_generator(device: torch.device | str | int | None = None) -> torch.Generator:
-    """``torch.Generator(device)`` while virtual GPUs are enabled."""
+    """Replacement for ``torch.Generator`` while virtual GPUs are enabled."""
     gpu = None if device is None else gpus.resolve(torch.device(device))
     if gpu is None:
         return _PlainGenerator() if device is None else _PlainGenerator(device)
@@ -125,7 +127,7 @@ def _restored(device: torch.device, state: torch.Tensor) -> DeviceGenerator:
 
 
 def generator_for(gpu: gpus.VirtualGPU, given: torch.Generator | None) -> torch.Generator:
-    """The generator for an operation on ``gpu``: the given one, or the device's default."""
+    """Return the generator for an operation on ``gpu``: ``given``, or the device's default."""
     if given is None:
         return default_generator(gpu)
     if given._cdata not in _owners:  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Kernels that C++ calls for virtual GPUs if no argument is a virtual tensor.
+"""Kernels that C++ calls for virtual GPUs if no argument is virtual or Python dispatch is off.
 
-Operators that need special treatment aren't registered here, but get a handler. All files with handlers
-are imported here.
+Operators that need special treatment aren't registered here; they have handlers instead. All files
+with handlers are imported here.
 """
 
 import functools
@@ -23,7 +23,7 @@ from vgpu.tensor.operators import Args, Kwargs, Operator, is_composite, overload
 from vgpu.tensor.tensor import VirtualTensor, run, unwrap
 from vgpu.torch_patches.undo import Changes
 
-# The dispatch keys of factory calls with "vgpu:k", and with "vgpu", the current device (gpus.py).
+# The dispatch keys for factory calls on "vgpu:k", and on "vgpu", the current device (gpus.py).
 _FACTORY_KEYS = ("PrivateUse1", gpus.CURRENT_DEVICE_TYPE.upper())
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
@@ -41,8 +41,8 @@ def install(changes: Changes) -> None:
 def register_once() -> tuple[torch.library.Library, ...]:
     """Register ``run`` for the dispatch keys of our backends.
 
-    Nothing else uses these keys, so the registrations stay when virtual GPUs are disabled; then they
-    raise an error that says so.
+    Nothing else uses these keys, so the registrations stay when virtual GPUs are disabled; calls
+    then raise an error that says so.
     """
     fallbacks = torch.library.Library("_", "IMPL")
     for backend in _FACTORY_KEYS:
@@ -52,13 +52,14 @@ def register_once() -> tuple[torch.library.Library, ...]:
     for key, refuse in refusals.FALLBACKS.items():
         fallbacks.fallback(refuse, key)
     fallbacks.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    # torch.tensor() and list indices read and copy with Python dispatch disabled. Then fallbacks
-    # aren't used for Python tensors or below a dispatch mode: each operator needs its own entry.
+    # torch.tensor() and indexing with lists read and copy with Python dispatch disabled. Fallbacks
+    # are then not used for tensor subclasses or below a dispatch mode, so each operator needs its
+    # own entry.
     kernels = torch.library.Library("aten", "IMPL")
     for func in _computing_operators():
         kernels.impl(func, functools.partial(_call, func), "Lazy")
     aten = torch.ops.aten
-    # C++ looks for a kernel of kaiser_window for the device of the tensor that it creates.
+    # C++ looks up kaiser_window's kernel for the device of the tensor that it creates.
     made_here = (
         *overloads(aten.kaiser_window),
         aten.empty.memory_format,
@@ -73,7 +74,7 @@ def register_once() -> tuple[torch.library.Library, ...]:
 
 
 def _computing_operators() -> list[Operator]:
-    """Return the operators of ``aten`` that have their own CPU kernel, without ``out=`` variants."""
+    """Return aten's operators with a CPU or all-device kernel, except ``out=`` variants."""
     found: list[Operator] = []
     for name in dir(torch.ops.aten):
         packet = getattr(torch.ops.aten, name)
@@ -100,7 +101,10 @@ def _call(func: Operator, *args: Any, **kwargs: Any) -> Any:
 
 
 def comparing_values(plain: Callable[..., None]) -> Callable[..., None]:
-    """Wrap torch's check that a result isn't an alias: it compares storages, so pass the inner tensors."""
+    """Wrap torch's check that a result isn't an alias of an argument.
+
+    It compares storages, so it gets the inner tensors.
+    """
 
     @functools.wraps(plain)
     def _c_check_aliasing_constraint(
@@ -116,7 +120,7 @@ def comparing_values(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def for_cpp_device(plain: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``Library.impl``, so that autograd kernels for our device are also registered under its C++ name."""
+    """Wrap ``Library.impl`` to also register our device's autograd kernels under its C++ name."""
 
     @functools.wraps(plain)
     def impl(library: Any, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:

@@ -1,11 +1,12 @@
-"""Looks up the results of an operation on shapes by the call's signature, instead of computing them.
+"""Look up the results of an operation on shapes by the call's signature instead of computing them.
 
-A call's signature is everything that determines the shapes of its results and its cost. Two calls with
-equal signatures return the same shapes and do the same work, whatever the values. In a signature, a
-tensor is represented by the id of one meta tensor, shared by all tensors of its size, strides and dtype.
+A call's signature is everything that determines the shapes of its results and its cost. Two calls
+with equal signatures return the same shapes and do the same work, whatever the values. In a
+signature, a tensor is represented by the id of one meta tensor, shared by all tensors with the same
+size, strides, offset and dtype.
 
-A new signature is run once on meta tensors: torch's meta kernels know the size, strides and dtype of a
-result without computing it.
+A call with a new signature is run once on meta tensors: torch's meta kernels determine the size,
+strides and dtype of a result without computing it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -45,9 +46,9 @@ class Result:
         bases: list[int | None],
     ) -> None:
         self.form = form  # None for one tensor; otherwise list or tuple
-        self.outputs = outputs  # numbers and None are kept as they are
-        self.bases = bases  # the number of the virtual input whose memory an output shares
-        # The output, if it's one tensor with its own memory.
+        self.outputs = outputs  # numbers and None are stored as is
+        self.bases = bases  # for each output, the index of the virtual input whose memory it shares
+        # The output, if it's a single tensor with its own memory.
         only = outputs[0] if form is None and bases == [None] else None
         self.alone = only if isinstance(only, Output) else None
         self.work: Any = None  # its cost, cached here by recordings (time/recording.py)
@@ -57,7 +58,7 @@ RESULTS: dict[Signature, Result] = {}
 
 
 def look_up(info: OperatorInfo, signature: Signature, args: Args, kwargs: Kwargs) -> Result:
-    """The results of a call with this signature."""
+    """Return the results of a call with this signature."""
     result = RESULTS.get(signature)
     if result is None:
         result = RESULTS[signature] = _run_on_meta(info, args, kwargs)
@@ -71,16 +72,17 @@ _by_metadata: dict[tuple[object, ...], torch.Tensor] = {}
 _by_id: dict[int, torch.Tensor] = {}
 
 # Arguments that affect neither the shapes nor the work of a call.
-_NO_MATTER = {"device", "generator", "layout", "non_blocking", "pin_memory"}
+_IRRELEVANT = {"device", "generator", "layout", "non_blocking", "pin_memory"}
 
 
 def interned(tensor: torch.Tensor) -> torch.Tensor:
-    """The one meta tensor with the size, strides, offset and dtype of ``tensor``."""
+    """Return the one meta tensor with the size, strides, offset and dtype of ``tensor``."""
     if id(tensor) in _by_id:
         return tensor
     if tensor.layout is not torch.strided:
         raise NotImplementedError(
-            f"tensors of layout {tensor.layout} have no shape-only form: use dense tensors"
+            f"tensors with layout {tensor.layout} are not supported in shapes_only(): use dense "
+            "tensors"
         )
     offset = tensor.storage_offset()
     dtype = tensor.dtype
@@ -103,20 +105,20 @@ def interned(tensor: torch.Tensor) -> torch.Tensor:
 def signature_of(info: OperatorInfo, args: Args, kwargs: Kwargs, inputs: list[Any]) -> Signature:
     """Return everything that determines a call's result shapes and its work, as a hashable value.
 
-    Appends the virtual tensors among the arguments to ``inputs``.
+    Append the virtual tensors among the arguments to ``inputs``.
     """
     signature: list[object] = [id(info)]
-    # A float determines a size only if a tensor is created from nothing (arange).
+    # A float determines a size only in operators that create a tensor from scratch (arange).
     with_floats, in_lists = info.makes_on_device, not info.has_lists_of_factors
     for value in args:
-        if type(value) in SHAPES:  # repeated here for the most common case: a call takes longer
+        if type(value) in SHAPES:  # inlined for the most common case: a call is slower
             inputs.append(value)
             signature.append(id(value._inner))
         else:
             _append((value,), signature, inputs, with_floats, in_lists)
     if kwargs:
         for name, value in kwargs.items():
-            if name not in _NO_MATTER:
+            if name not in _IRRELEVANT:
                 signature.append(name)
                 _append((value,), signature, inputs, with_floats, in_lists)
     return tuple(signature)
@@ -162,7 +164,8 @@ def _append(
 def _stays_real(info: OperatorInfo, args: Args, kwargs: Kwargs) -> bool:
     """Whether a call on the host without virtual tensors computes real values.
 
-    Integers created on the host are real, because programs branch on them (a mesh does, on its ranks).
+    Integers created on the host are real, because programs branch on them, as a mesh does on its
+    ranks.
     """
     if (
         not info.makes_on_device
@@ -176,7 +179,7 @@ def _stays_real(info: OperatorInfo, args: Args, kwargs: Kwargs) -> bool:
     return info.name in _OF_INTEGERS and all(isinstance(n, int) for n in numbers)
 
 
-# Without a dtype, these return integers, some of them only for integer arguments.
+# Without a dtype, these return integers, some only for integer arguments.
 _OF_INTEGERS = {"arange", "full", "randint", "randperm", "tril_indices", "triu_indices"}
 
 
@@ -187,7 +190,7 @@ def place_of_shape(
     inputs: Sequence[TensorMethods],
     place: Place | None,
 ) -> Place | None:
-    """Return the device of a call's result; None if the result has values and isn't a shape."""
+    """Return the place of a call's result, or None if the result has values and isn't a shape."""
     device = kwargs.get("device")
     if device is not None:
         place = gpus.resolve(torch.device(device))
@@ -246,7 +249,7 @@ def _run_on_meta(info: OperatorInfo, args: Args, kwargs: Kwargs) -> Result:
     if func.name() in _RESIZING and isinstance(outputs[0], Output):
         least = args[0].numel() * args[0].element_size()
         outputs[0] = outputs[0]._replace(storage_bytes=max(outputs[0].storage_bytes, least))
-    # Compare storages, not the schema: unsafe_split returns views that it doesn't declare.
+    # Compare storages, since unsafe_split's schema doesn't declare that it returns views.
     owners = {meta.untyped_storage()._cdata: number for number, meta in enumerate(virtual)}
     bases = [
         owners.get(item.untyped_storage()._cdata) if isinstance(item, torch.Tensor) else None
@@ -256,20 +259,20 @@ def _run_on_meta(info: OperatorInfo, args: Args, kwargs: Kwargs) -> Result:
 
 
 def output_like(tensor: torch.Tensor) -> Output:
-    """An output with the metadata of ``tensor``, without its device."""
+    """Return an output with the metadata of ``tensor``, without its device."""
     meta = interned(tensor)
     offset = int(meta.storage_offset())
     storage_bytes = meta.untyped_storage().nbytes()
     return Output(meta, meta.size(), meta.stride(), offset, meta.dtype, storage_bytes)
 
 
-# The kernels of these operators allocate a tensor like the input and resize it, which never shrinks the
-# storage: ATen/native/cuda/Col2Im.cu and Im2Col.cu; the CPU kernels do the same.
+# The kernels for these operators allocate a tensor like the input and resize it, which never
+# shrinks the storage (ATen/native/cuda/Col2Im.cu and Im2Col.cu). The CPU kernels do the same.
 _RESIZING = {"aten::col2im", "aten::im2col"}
 
 
 def _metas(value: Any) -> Any:
-    """Replace tensors by new meta tensors, since the interned ones must never change."""
+    """Replace tensors with new meta tensors, since the interned ones must never change."""
     if isinstance(value, torch.Tensor):
         return _fresh(interned(value._inner if isinstance(value, TensorMethods) else value))
     if type(value) in (list, tuple):

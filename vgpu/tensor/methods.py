@@ -1,7 +1,7 @@
-"""The methods of virtual tensors: those of ``torch.Tensor`` that depend on the device.
+"""The methods of virtual tensors: overrides of device-dependent ``torch.Tensor`` methods.
 
-To C++, a virtual tensor is on ``lazy:k``. In Python, it's on ``vgpu:k``, according to the property
-``device``; methods that compare devices or read memory in C++ are overridden here.
+To C++, a virtual tensor is on ``lazy:k``. In Python, its ``device`` property says ``vgpu:k``;
+methods that compare devices or read memory in C++ are overridden here.
 """
 
 import builtins
@@ -30,12 +30,12 @@ R = TypeVar("R")
 
 # C++ writes lazy:0 for a device, and 'lazy' or device=lazy for its type.
 _CPP_NAME = re.compile(rf"\b{gpus.CPP_DEVICE_TYPE}(?=:\d|'|,)")
-# C++ writes LazyFloatType for a type of tensors, and torch.cuda.FloatTensor for CUDA's.
+# C++ writes LazyFloatType for a tensor type, and torch.cuda.FloatTensor for CUDA's.
 _CPP_TYPE = re.compile(rf"\b(Sparse)?{gpus.CPP_DEVICE_TYPE.capitalize()}(\w+)Type\b")
 
 
 def naming_devices(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap ``function``, so that its errors say ``vgpu:k`` instead of ``lazy:k``."""
+    """Wrap ``function`` so that its errors say ``vgpu:k`` instead of ``lazy:k``."""
 
     @functools.wraps(function)
     def renamed(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -59,14 +59,14 @@ def _named_for_users(text: str) -> str:
 
 # Attributes that make a tensor virtual.
 HELD = {"_block", "_given_data", "_gpu", "_inner"}
-# Attributes that any virtual tensor may have; torch marks a Parameter with the last.
+# Attributes that any virtual tensor may have; torch sets ``_is_param`` on a Parameter.
 OWN_ATTRIBUTES = {*HELD, "_is_param"}
 
 _new = naming_devices(torch.Tensor.new)
 
 
 class Host:
-    """The place of a shape on the host, instead of a GPU; its bytes aren't counted."""
+    """The place of shapes on the host, instead of a GPU; their bytes aren't counted."""
 
     index = -1
     device = cpp_device = torch.device("cpu")
@@ -82,7 +82,7 @@ class TensorMethods(torch.Tensor):
     _gpu: VirtualGPU
     _block: Block | None = None  # for shapes, which have no storage with values
     _inner: torch.Tensor  # a CPU tensor with the values; for shapes, a meta tensor
-    _given_data = False  # whether .data was assigned: earlier views are in other memory
+    _given_data = False  # whether .data was assigned: earlier views then have other memory
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -138,7 +138,10 @@ class TensorMethods(torch.Tensor):
         cls.__torch_dispatch__(func, (cls,), (self, stream))
 
     def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        """Run the legacy constructor, which in C++ ignores the device index and fails for sparse tensors."""
+        """Run the legacy constructor.
+
+        The C++ one ignores the device index and fails for sparse tensors.
+        """
         if self.layout is torch.sparse_coo and args:
             return torch.sparse_coo_tensor(
                 *args, dtype=self.dtype, device=self.device, check_invariants=False
@@ -157,7 +160,7 @@ class TensorMethods(torch.Tensor):
         return self
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage of the values; it shows which tensors share memory, but its device is the CPU."""
+        """Return the values' storage, which is on the CPU; it shows which tensors share memory."""
         return self._inner.untyped_storage()
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
@@ -179,7 +182,7 @@ class TensorMethods(torch.Tensor):
             values = self.detach().clone(memory_format=torch.preserve_format)
             copied = memo[id(self)] = torch.nn.Parameter(values, self.requires_grad)
             return copied
-        with torch.inference_mode(False):  # otherwise autograd finds no history of a changed view
+        with torch.inference_mode(False):  # otherwise autograd can't find a changed view's history
             is_leaf = self.is_leaf
         if not is_leaf:
             raise RuntimeError(
@@ -210,7 +213,7 @@ for name in views.RESHAPING:
 
 
 SHAPES: set[type] = set()
-"""The class of shapes, for code that can't import it, because tensor.py imports that code first."""
+"""The class of shapes, for modules that can't import it because tensor.py imports them."""
 
 
 class ShapeMethods(TensorMethods):
@@ -270,8 +273,8 @@ def no_value(asked: torch.Tensor, operation: str) -> NoValueError:
 def has_values(changed: torch.Tensor, operation: str) -> RuntimeError:
     return RuntimeError(
         f"{operation} would change a tensor of size {list(changed.size())} on {changed.device} "
-        "that has values, and shapes_only() computes none: create the model, or move it to its GPU, "
-        "inside the block, too"
+        "that has values, but shapes_only() computes none: create the model, or move it to its "
+        "GPU, inside the block"
     )
 
 
@@ -283,7 +286,7 @@ def _not_numpy(device: torch.device) -> TypeError:
 
 
 def cpp_device(device: Any) -> Any:
-    """The C++ device of a virtual GPU; anything else is returned unchanged."""
+    """Return the C++ device of a virtual GPU; return anything else unchanged."""
     if isinstance(device, str) and device.startswith(gpus.DEVICE_TYPE):
         device = torch.device(device)
     elif type(device) is int:
@@ -296,7 +299,7 @@ def cpp_device(device: Any) -> Any:
 
 
 def strided_parts(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The strided tensors that a tensor consists of: itself, or a sparse tensor's indices and values."""
+    """Return a tensor's strided parts: itself, or a sparse tensor's indices and values."""
     if values.layout is torch.strided:
         return (values,)
     if values.layout is torch.sparse_coo:
@@ -307,7 +310,7 @@ def strided_parts(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def count_bytes(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> Block:
-    """Return the block of the storage of ``values``; allocates one on ``gpu`` if there's none yet."""
+    """Return the block for the storage of ``values``; allocate it on ``gpu`` if it's missing."""
     storage = values.untyped_storage()
     block: Block | None = getattr(storage, "_vgpu_block", None)
     if block is None:
@@ -316,7 +319,7 @@ def count_bytes(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> Block:
     return block
 
 
-# Where torch must use a device's Python name for tensors that aren't of our class
+# Where torch must use the Python name of a device for tensors that aren't of our class
 
 
 def install(changes: Changes) -> None:
@@ -330,7 +333,7 @@ def install(changes: Changes) -> None:
 def _entering(
     plain: Callable[[TorchDispatchMode], Any], *, changes: Changes, seen: set[type]
 ) -> Callable[[TorchDispatchMode], Any]:
-    """Wrap ``TorchDispatchMode.__enter__``, so that the mode gets the Python names of devices."""
+    """Wrap ``TorchDispatchMode.__enter__`` so that modes get the Python names of devices."""
 
     @functools.wraps(plain)
     def __enter__(mode: TorchDispatchMode) -> Any:
@@ -364,7 +367,10 @@ def _handed_names(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leaving_out(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that adds the default device: not with a virtual ``out=``, as C++ compares the two."""
+    """Wrap the function that adds the default device to skip calls with a virtual ``out=``.
+
+    C++ would compare the default device with the C++ device of ``out``.
+    """
 
     def __torch_function__(
         context: DeviceContext, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None

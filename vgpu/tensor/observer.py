@@ -15,7 +15,8 @@ from vgpu.tensor.operators import Args, Kwargs, tensors_in
 class Operation:
     """One call of an operator, as passed to a recording."""
 
-    stream: Any  # the recording's
+    # Set by the recording.
+    stream: Any
     host: Any
 
     __slots__ = ("args", "gpu", "host", "info", "inputs", "kwargs", "stream", "written")
@@ -33,18 +34,18 @@ class Operation:
         self.args = args
         self.kwargs = kwargs
         self.inputs = inputs  # the virtual tensors among the arguments
-        self.written = written  # those that it changes in place
+        self.written = written  # the tensors that the call modifies in place
         self.gpu = gpu
 
 
 class Observer(Protocol):
-    """What ``run`` and the handlers call; ``Recording`` (time/recording.py) implements it."""
+    """Called by ``run`` and the handlers; implemented by ``Recording`` (time/recording.py)."""
 
     def before(self, operation: Operation) -> None:
-        """Called before ``operation``. Replaces arguments that are read too early by garbage."""
+        """Called before ``operation``. Replaces arguments that are read too early with garbage."""
 
     def after(self, operation: Operation, outputs: Any, result: Result | None) -> None:
-        """Called after ``operation``. ``result`` is what was looked up for shapes."""
+        """Called after ``operation``. For shapes, ``result`` is the looked-up result."""
 
     def before_copy(self, source: torch.Tensor) -> torch.Tensor:
         """Called before a copy. Returns the tensor to read: ``source``, or garbage if it's too early."""
@@ -63,5 +64,5 @@ recording: Observer | None = None
 
 
 def virtual_among(values: Iterable[Any]) -> list[Any]:
-    """The virtual tensors among ``values``, including those in lists and tuples."""
+    """Return the virtual tensors among ``values``, including those in lists and tuples."""
     return [tensor for tensor in tensors_in(tuple(values)) if isinstance(tensor, TensorMethods)]

@@ -12,7 +12,7 @@ import torch
 from vgpu.tensor import operators
 from vgpu.tensor.operators import Args, Handler, Kwargs, Operator, overloads, tensors_in
 
-# Returns whether a call with these arguments runs several operators on CUDA.
+# Returns whether a call with these arguments runs multiple operators on CUDA.
 Condition = Callable[[Args, Kwargs], bool]
 # The dispatch mode of the shapes_only() block that a call came through; disabled during the call.
 ShapesMode = AbstractContextManager[object]
@@ -28,7 +28,8 @@ _recording_themselves: set[str] = set()
 def handler(*names: str, records_itself: bool = False) -> Callable[[Handler], Any]:
     """Decorate the function that runs the operators ``names`` on tensors with values.
 
-    With ``records_itself``, the function calls the recording; otherwise ``run`` records one kernel.
+    With ``records_itself``, the function notifies the recording; otherwise ``run`` records one
+    kernel.
     """
 
     def register(function: Handler) -> Any:
@@ -59,10 +60,10 @@ def always(args: Args, kwargs: Kwargs) -> bool:
 
 
 def in_parts(*names: str, when: Condition = always) -> Callable[[Handler], Handler]:
-    """Decorate the function that runs the operators ``names`` in parts, if ``when(args, kwargs)``.
+    """Decorate the function that runs the operators ``names`` in parts if ``when(args, kwargs)``.
 
-    It calls the operators that the call consists of on CUDA, each of which goes through ``run``. A name
-    without an overload means only the overload "default".
+    The function calls the operators that the call consists of on CUDA, each of which goes through
+    ``run``. A name without an overload refers only to the overload "default".
     """
 
     def register(function: Handler) -> Handler:
@@ -73,7 +74,7 @@ def in_parts(*names: str, when: Condition = always) -> Callable[[Handler], Handl
     return register
 
 
-# Operators whose second argument is a list of indices, integers or masks.
+# Operators whose second argument is a list of indices: integers or masks.
 INDEXING = {
     f"aten::{name}"
     for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
@@ -81,21 +82,21 @@ INDEXING = {
 _MASKS = (torch.bool, torch.uint8)
 
 # In-place operators that may change the size, strides or storage of their argument, in addition to
-# those with torch's tag for it and ``out=`` variants.
+# ``out=`` variants and those that torch tags ``inplace_view``.
 _RESIZING = {"resize_", "resize_as_", "set_", "resize", "swap_tensors", "addbmm_"}
 
-# Operators that launch nothing on a GPU, in addition to views: they allocate or free memory, or query
-# something about a tensor.
+# Operators, in addition to views, that launch no kernel on a GPU: they allocate or free memory, or
+# query a tensor's metadata.
 _ALLOCATES = {
     *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
 }
 _FREE = _ALLOCATES | {
     *("_assert_tensor_metadata", "is_pinned", "is_same_size", "is_set_to", "layout"),
-    "record_grad_output_stream",  # FSDP's; on CUDA it does nothing
+    "record_grad_output_stream",  # FSDP's; does nothing on CUDA
     *("record_stream", "resize_", "resize_as_", "set_"),
 }
 
-# Operators whose results are views of their first argument, although their schema doesn't say so.
+# Operators whose results are views of their first argument, although their schemas don't say so.
 _SILENT_VIEWS = {"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
 
 # Operators that TorchInductor fuses, in addition to those tagged as elementwise or as reductions.
@@ -107,7 +108,7 @@ _FUSED_TAGS = {torch.Tag.pointwise, getattr(torch.Tag, "reduction", torch.Tag.po
 
 
 class OperatorInfo:
-    """How to run and record the calls of one operator."""
+    """How to run and record calls to one operator."""
 
     __slots__ = (
         "aliases",
@@ -155,12 +156,12 @@ class OperatorInfo:
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         self.writes = bool(self.written_places)
-        # Single tensors that the operator writes to and doesn't return; it may resize them.
+        # Single tensors that the operator writes to but doesn't return; it may resize them.
         single = {one.name for one in schema.arguments if isinstance(one.type, torch.TensorType)}
         self.unreturned = (
             [] if self.aliases else [place for place in self.written_places if place[1] in single]
         )
-        # Whether the size of what the operator writes to may have changed afterwards.
+        # Whether the operator may resize the tensors that it writes to.
         writes_out = any(argument.is_out for argument in schema.arguments)
         resizes = self.name in _RESIZING or torch.Tag.inplace_view in func.tags
         self.reshapes = writes_out or resizes
@@ -168,8 +169,8 @@ class OperatorInfo:
         self.indexes = schema.name in INDEXING
         self.copies = self.name in ("_to_copy", "copy_")  # the only ones that can cross devices
 
-        # How compute.py runs the operator on values. A kernel that consists of several operators may
-        # conjugate lazily between them; others are called directly.
+        # How compute.py runs the operator on values. A kernel that consists of multiple operators
+        # may conjugate lazily between them; other kernels are called directly.
         is_foreach = self.name.startswith("_foreach_")
         self.writes_lists = [p for p, _ in self.written_places if is_foreach]
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
@@ -178,8 +179,8 @@ class OperatorInfo:
         several = torch.Tag.pointwise not in func.tags
         self.unchanged = not (self.draws or self.writes_lists or self.convolves or several)
 
-        # For shapes, a float in a list may determine a size (upsample), except for foreach operators,
-        # where it's a factor for one of the tensors.
+        # For shapes, a float in a list may determine a size (upsample), except in foreach
+        # operators, where it's a factor for one of the tensors.
         self.has_lists_of_factors = is_foreach
         # Whether the host must wait for a value.
         self.waits = (
@@ -200,12 +201,13 @@ class OperatorInfo:
         self.fuses = self.name in _FUSED or not _FUSED_TAGS.isdisjoint(func.tags)
 
     def read_way(self) -> None:
-        """Determine how a call runs: by a handler, in parts, or neither (``run`` in tensor.py)."""
+        """Determine how a call runs: in a handler, in parts, or directly (``run`` in tensor.py)."""
         func, name = self.func, self.func.name()
         self.handler = _handlers.get(name) or _handlers.get(self.schema_name)
         self.shape_handler = _shape_handlers.get(self.schema_name)
         self.records_itself = not _recording_themselves.isdisjoint((name, self.schema_name))
-        # Whether a call consists of several operators on CUDA (None means never), and what runs them.
+        # Whether a call consists of multiple operators on CUDA (None means never), and what runs
+        # them.
         self.decomposes: Condition | None = None
         self.parts: Handler = operators.decompose
         if self.handler is not None:
@@ -220,15 +222,16 @@ class OperatorInfo:
         elif name in operators.OF_SEVERAL:
             self.decomposes, self.parts = always, operators.run_explicit
         elif self.name.startswith("_foreach_"):
-            # It's one kernel if the lists have dense tensors on one device; otherwise one per tensor.
+            # One kernel if all tensors in the lists are dense and on one device; otherwise one per
+            # tensor.
             self.decomposes, self.parts = operators.not_in_one_kernel, operators.one_by_one
 
     def waits_for(self, args: Args) -> bool:
         """Whether the host must wait for a value in this call.
 
-        With masks, the host must know how many elements they select, except to fill in a single number
-        (``canDispatchToMaskedFill``). Only shapes have masks here: with values, parts.py has turned the
-        mask into indices.
+        With masks, the host must know how many elements they select, unless a single value is
+        filled in (``canDispatchToMaskedFill``). Only shapes still have masks here: for tensors
+        with values, parts.py has already converted them to indices.
         """
         if not self.indexes:
             return self.waits
@@ -237,7 +240,7 @@ class OperatorInfo:
         return masked and not fills
 
     def written(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
-        """The tensors that this call modifies in place."""
+        """Return the tensors that this call modifies in place."""
         found: list[torch.Tensor] = []
         for position, name in self.written_places:
             value = args[position] if position < len(args) else kwargs.get(name)
@@ -245,12 +248,13 @@ class OperatorInfo:
         return found
 
 
-# The keys are ids, because hashing an operator is slow. A record keeps its operator, and so the id, alive.
+# Keyed by id, because hashing an operator is slow. A record keeps its operator alive, and thus the
+# id valid.
 KNOWN: dict[int, OperatorInfo] = {}
 
 
 def info_of(func: Operator) -> OperatorInfo:
-    """The record of an operator; created on first use."""
+    """Return an operator's record, which is created on first use."""
     info = KNOWN.get(id(func))
     if info is None:
         info = KNOWN[id(func)] = OperatorInfo(func)
@@ -291,7 +295,7 @@ def _gives_views(schema: torch._C.FunctionSchema) -> bool:
 
 
 def _with_generator(func: Operator) -> Operator | None:
-    """Return the overload of ``func`` with the same arguments and a generator, or None."""
+    """Return the overload of ``func`` with the same arguments plus a generator, or None."""
     wanted = {argument.name for argument in func._schema.arguments} | {"generator"}
     for overload in (func, *overloads(func._overloadpacket)):
         if {argument.name for argument in overload._schema.arguments} == wanted:

@@ -1,7 +1,8 @@
-"""Types and helpers for torch's operators, and composite operators, which call others.
+"""Types and helpers for torch's operators, including composite ones, which call other operators.
 
-C++, or the user's Python code, decomposes them. Each part goes through ``run``, since intermediate tensors
-need memory, and each part takes time. Operators that are composite on CUDA only are in parts.py.
+Composite operators are decomposed by C++ or by the user's Python code. Each part goes through
+``run``, since every part takes time, and intermediate tensors need memory. Operators that are
+composite only on CUDA are in parts.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,36 +35,36 @@ class Operator(Protocol):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any: ...
 
 
-# A function that runs the calls of an operator.
+# A function that runs calls to an operator.
 Handler = Callable[[Operator, Args, Kwargs], Any]
 
 
 def named_arguments(func: Operator, args: Args, kwargs: Kwargs) -> Kwargs:
-    """The arguments of a call by name, without defaults."""
+    """Return the arguments of a call by name, without defaults."""
     names = (argument.name for argument in func._schema.arguments)
     return dict(zip(names, args, strict=False)) | kwargs
 
 
 def argument(place: tuple[int, str], args: Args, kwargs: Kwargs) -> Any:
-    """The argument at a position, or by name if it was passed as a keyword."""
+    """Return the argument at a position, or by name if it was passed as a keyword."""
     position, name = place
     return args[position] if position < len(args) else kwargs[name]
 
 
 def overloads(packet: Any) -> list[Operator]:
-    """The overloads of an operator packet, such as ``torch.ops.aten.add``."""
+    """Return the overloads of an operator packet, such as ``torch.ops.aten.add``."""
     return [getattr(packet, name) for name in packet.overloads()]
 
 
 def operator_of_aten(name: str) -> Operator:
-    """One of aten's operators, by "name" or "name.overload"."""
+    """Return one of aten's operators by "name" or "name.overload"."""
     packet, _, overload = name.partition(".")
     func: Operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
     return func
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists and tuples."""
+    """Yield the tensors in nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -95,9 +96,9 @@ def is_composite(func: Operator) -> bool:
 def decompose(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """Run a composite operator as C++ does.
 
-    In inference mode, where autograd is skipped, it's dispatched as a whole. There, a view of a normal tensor
-    shares its version counter; outside, an inference tensor must not be modified. C++ enforces both, for the
-    operator or its parts.
+    In inference mode, where autograd is skipped, the operator is dispatched as a whole. In that
+    mode, a view of a normal tensor shares the tensor's version counter; outside it, an inference
+    tensor must not be modified. C++ enforces both, for the operator or for its parts.
     """
     inference = torch.is_inference_mode_enabled() or any(
         isinstance(value, torch.Tensor) and value.is_inference() for value in args
@@ -127,7 +128,7 @@ def run_explicit(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 
 def not_in_one_kernel(args: Args, kwargs: Kwargs) -> bool:
-    """Whether the lists of a foreach operator contain a sparse tensor, or tensors on several devices."""
+    """Whether a foreach call's lists contain a sparse tensor or tensors on different devices."""
     device = None
     for items in args:
         if isinstance(items, list | tuple):
@@ -145,11 +146,11 @@ def one_by_one(func: Operator, args: Args, kwargs: Kwargs) -> Any:
         return func._op_dk(_EXPLICIT, *args, **kwargs)
 
 
-# Custom operators come from torch.library.custom_op, Library or extensions. A Python kernel is called with
-# virtual tensors, as it would be with those of a GPU: it sees the virtual device, and computes, draws and
-# allocates there.
+# Custom operators come from torch.library.custom_op, Library or extensions. A Python kernel is
+# called with virtual tensors, as it would be with a GPU's tensors: it sees the virtual device,
+# where it computes, draws random numbers and allocates memory.
 
-# The namespaces of torch's own operators and of its packages; each operator is one kernel on a GPU.
+# The namespaces of operators from torch and its packages; each operator is one kernel on a GPU.
 TORCHS_OWN = {
     *("aten", "c10d", "c10d_functional", "coor", "debug_mode_ops", "debugprims"),
     *("export", "flex_gemm", "flex_lib", "fsdp", "image", "inductor", "inductor_prims"),
@@ -164,9 +165,10 @@ TORCHS_OWN = {
 def python_kernel(func: Operator) -> str | None:
     """Return the dispatch key of the Python kernel that a GPU runs for a custom operator.
 
-    Returns None if the kernels are in C++ (then the CPU's runs, on the values) or if the operator wasn't
-    defined in Python with torch.library. Raises NotImplementedError, as on CUDA, if there are only Python
-    kernels for other devices. This is determined at each call, since kernels can be registered at any time.
+    Returns None if the kernels are in C++ (the CPU's then runs on the values) or if the operator
+    wasn't defined in Python with torch.library. Raises NotImplementedError, as on CUDA, if there
+    are only Python kernels for other devices. The result isn't cached, since kernels can be
+    registered at any time.
     """
     namespace, _, name = func.name().partition("::")
     prefix = f"{namespace}/{name}/"
@@ -186,13 +188,13 @@ def python_kernel(func: Operator) -> str | None:
         f"Could not run '{func.name()}' with arguments from the 'VGPU' backend. This could be "
         "because the operator doesn't exist for this backend. "
         f"'{func.name()}' is only available for these backends: [{', '.join(found)}].\n"
-        f"Register its kernel for virtual GPUs, such as @torch.library.register_kernel("
+        f"Register a kernel for virtual GPUs, for example with @torch.library.register_kernel("
         f"'{func.name()}', 'vgpu'), or one for all devices (custom_op without device_types; "
         "CompositeExplicitAutograd in a Library)"
     )
 
 
-# The keys are in the order of C++'s lookup; the last one is for a Library's kernel without a key.
+# In the order in which C++ looks them up; the last is for a Library's kernels without a key.
 _FOR_GPUS = (
     "PrivateUse1",
     "CompositeExplicitAutogradNonFunctional",
@@ -203,12 +205,12 @@ _FOR_GPUS = (
 
 
 def is_foreign_in_parts(func: Operator) -> bool:
-    """Whether a GPU runs a custom operator as calls of other operators."""
+    """Whether a GPU runs a custom operator as calls to other operators."""
     return python_kernel(func) is not None or is_composite(func)
 
 
 def run_foreign(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Run an operator that ``is_foreign_in_parts``."""
+    """Run an operator for which ``is_foreign_in_parts`` returns True."""
     key = python_kernel(func)
     if key is None:
         return decompose(func, args, kwargs)
@@ -218,10 +220,10 @@ def run_foreign(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 @contextmanager
 def _as_called(func: Operator) -> Iterator[None]:
-    """Restore C++'s dispatch state as it'd be in a kernel on a GPU, with autocast and views' versions.
+    """Restore the C++ dispatch state of a kernel on a GPU, with autocast and view tracking.
 
-    Python dispatch has disabled these. Autograd stays disabled if the operator has a formula; otherwise
-    it differentiates the parts of the kernel.
+    Python dispatch has disabled both. Autograd stays disabled if the operator has its own formula;
+    otherwise it differentiates the parts of the kernel.
     """
     includes = torch._C._dispatch_tls_local_include_set()
     excludes = torch._C._dispatch_tls_local_exclude_set()

@@ -1,8 +1,9 @@
-"""Operators that are one kernel on the CPU and several on a GPU, with intermediate tensors.
+"""Operators that are one kernel on the CPU but several on a GPU, with intermediate tensors.
 
-On a GPU, those tensors need memory, and each operator takes time. Operators that C++ decomposes in the same
-way for every device are in operators.py; those here have a CPU kernel that does everything inside, where it
-can't be counted. The scratch memory of CUDA's kernels for sorting, scanning and reducing is left out.
+On a GPU, those tensors need memory, and each kernel takes time. Operators that C++ decomposes in
+the same way for every device are in operators.py; those here have a CPU kernel that does everything
+internally, so none of it can be counted. The scratch memory of CUDA's sort, scan and reduction
+kernels isn't counted.
 """
 
 from typing import Any
@@ -23,9 +24,9 @@ aten = torch.ops.aten
 def copies_operand(args: Args, kwargs: Kwargs) -> bool:
     """Whether one of the last two arguments, matrices or batches of matrices, is copied.
 
-    cuBLAS can't read a matrix if neither its rows nor its columns are contiguous, as after ``expand``, for
-    example the gradient of a sum (``prepare_matrix_for_cublas`` and ``prepare_batch_matrix_for_cublas`` in
-    ATen/native/cuda/Blas.cpp).
+    cuBLAS can't read a matrix if neither its rows nor its columns are contiguous, as in a sum's
+    gradient, which is an expanded tensor (``prepare_matrix_for_cublas`` and
+    ``prepare_batch_matrix_for_cublas`` in ATen/native/cuda/Blas.cpp).
     """
     left, right = args[-2:]
     return (not left.is_contiguous() and _needs_copy(left)) or (
@@ -51,7 +52,7 @@ def product(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 
 def is_reformatted(args: Args, kwargs: Kwargs) -> bool:
-    """Whether an operand of a convolution is not in the memory format that cuDNN computes in."""
+    """Whether an operand of a convolution isn't in the memory format in which cuDNN computes."""
     operands = _operands(args)
     if all(args[position].is_contiguous() for position in operands):
         return False
@@ -60,18 +61,18 @@ def is_reformatted(args: Args, kwargs: Kwargs) -> bool:
 
 
 def _operands(args: Args) -> tuple[int, ...]:
-    """The positions of the arguments that a convolution, or its backward, reads."""
+    """Return the positions of the arguments that a convolution, or its backward, reads."""
     if len(args) == _FORWARD:
         return _INPUT_AND_WEIGHT
     of_input, of_weight, _ = args[-1]
     return 0, *([1] if of_weight else []), *([2] if of_input else [])
 
 
-_FORWARD, _INPUT_AND_WEIGHT = 9, (0, 1)  # in the backward pass, after the result's gradient
+_FORWARD, _INPUT_AND_WEIGHT = 9, (0, 1)  # in backward, they follow the output's gradient
 
 
 def _cudnn_format(args: Args) -> torch.memory_format:
-    """Return the format of ``cudnn_conv_suggest_memory_format`` in ATen/native/ConvUtils.h."""
+    """Return the format that ``cudnn_conv_suggest_memory_format`` (ConvUtils.h) suggests."""
     for operand in args[:2] if len(args) == _FORWARD else args[1:3]:
         found: torch.memory_format = suggest_memory_format(operand)
         if found is not torch.contiguous_format and operand.dtype is not torch.float64:
@@ -102,10 +103,10 @@ def is_reduced(args: Args, kwargs: Kwargs) -> bool:
 
 @in_parts("aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss", when=is_reduced)
 def loss(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Compute a loss and its mean or sum (Loss.cpp).
+    """Compute a loss for each element, and then the mean or sum (Loss.cpp).
 
-    The result of ``mse_loss`` and ``smooth_l1_loss`` is a tensor for all elements, resized to a scalar,
-    which keeps its storage (``TORCH_META_FUNC(mse_loss)``).
+    ``mse_loss`` and ``smooth_l1_loss`` return a tensor for all elements that was resized to a
+    scalar and so keeps its storage (``TORCH_META_FUNC(mse_loss)``).
     """
     named = named_arguments(func, args, kwargs)
     reduction = named.get("reduction", _MEAN)
@@ -158,10 +159,10 @@ def masked_select(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 
 def are_unready(args: Args, kwargs: Kwargs) -> bool:
-    """Whether there are masks, or indices on the CPU for a tensor on a GPU.
+    """Whether there are masks to convert, or indices on the CPU for a tensor on a GPU.
 
-    A single number is filled in with the mask (``canDispatchToMaskedFill``). The mask of a shape has no
-    values from which to compute indices.
+    Masks aren't converted when a single value is filled in (``canDispatchToMaskedFill``), or for
+    shapes, whose masks have no values from which to compute indices.
     """
     source, indices, *others = args
     if source.device.type == "cpu" or is_shape(source):

@@ -1,4 +1,4 @@
-"""Raises clear errors for unsupported features, before C++ raises an obscure one or crashes."""
+"""Raise clear errors for unsupported features before C++ raises an obscure one or crashes."""
 
 import functools
 import math
@@ -15,14 +15,14 @@ from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments
 from vgpu.torch_patches.undo import Changes
 
 _NESTED = (
-    "nested tensors are not supported on virtual GPUs: pad the parts to the same size "
+    "nested tensors are not supported on virtual GPUs: pad the tensors to the same size "
     "(torch.nn.utils.rnn.pad_sequence), or keep the nested tensor on the CPU"
 )
 _NESTED_ENCODER = (
-    "nn.TransformerEncoder creates a nested tensor from its input if it is evaluated without gradients "
-    "and with src_key_padding_mask, and nested tensors are not supported on virtual GPUs: create it "
-    "with enable_nested_tensor=False. At padded positions, where the nested tensor leaves zeros, ignore "
-    "its output; elsewhere it is the same"
+    "in evaluation mode, without gradients and with src_key_padding_mask, nn.TransformerEncoder "
+    "converts its input to a nested tensor, and nested tensors are not supported on virtual GPUs: "
+    "create the encoder with enable_nested_tensor=False. Ignore its output at padded positions, "
+    "where a nested tensor leaves zeros; elsewhere it is the same"
 )
 _QUANTIZED = "quantized tensors are not supported on virtual GPUs: quantize on the CPU"
 _FORWARD_MODE = (
@@ -30,8 +30,8 @@ _FORWARD_MODE = (
     "use backward(), or tensors on the CPU"
 )
 _VARLEN = (
-    "attention of sequences of several lengths (torch.nn.attention.varlen) is not supported on virtual "
-    "GPUs: call torch.nn.functional.scaled_dot_product_attention for each, or flex_attention with a "
+    "variable-length attention (torch.nn.attention.varlen) is not supported on virtual GPUs: call "
+    "torch.nn.functional.scaled_dot_product_attention for each sequence, or flex_attention with a "
     "document mask"
 )
 _SPARSE_REDUCE = (
@@ -43,7 +43,7 @@ _STORAGE = (
     "torch.empty(n, dtype=torch.uint8, device='vgpu:0')"
 )
 
-# By operator, those that create an unsupported kind of tensor, or that need a CUDA or CPU kernel.
+# Operators that create an unsupported kind of tensor, or that need a CUDA or CPU kernel.
 _REFUSED = {
     "aten::_flash_attention_forward": _VARLEN,
     "aten::_nested_tensor_from_mask": _NESTED_ENCODER,
@@ -66,7 +66,7 @@ def _refusing(message: str) -> Callable[..., NoReturn]:
 
 for _name, _message in _REFUSED.items():
     handler(_name)(_refusing(_message))
-# By dispatch key, which is reached when such a tensor is moved from the CPU.
+# Dispatch keys that are reached when such a tensor is moved from the CPU.
 FALLBACKS = {
     "NestedTensorPrivateUse1": _refusing(_NESTED),
     "QuantizedPrivateUse1": _refusing(_QUANTIZED),
@@ -82,7 +82,7 @@ def install(changes: Changes) -> None:
 
 
 def is_virtual_device(device: object) -> bool:
-    """Whether a torch.device, or a string, means a virtual GPU."""
+    """Whether a torch.device or a string refers to a virtual GPU."""
     if isinstance(device, str):
         device = torch.device(device)
     names = (gpus.DEVICE_TYPE, gpus.CPP_DEVICE_TYPE)
@@ -111,7 +111,7 @@ def storage_to_gpu(storage: torch.UntypedStorage, device: Any = None) -> torch.U
 def make_wrapper_subclass(
     plain: Callable[..., torch.Tensor],
 ) -> "staticmethod[..., torch.Tensor]":
-    """Call ``torch.Tensor._make_wrapper_subclass``, but refuse nested tensors on virtual GPUs.
+    """Wrap ``torch.Tensor._make_wrapper_subclass`` to reject nested tensors on virtual GPUs.
 
     A jagged tensor is a Python class around its values; C++ autograd has no queue for its device.
     """
@@ -129,7 +129,7 @@ def make_wrapper_subclass(
 def new_untyped_storage(
     plain: Callable[..., torch.UntypedStorage],
 ) -> Callable[..., torch.UntypedStorage]:
-    """Call ``torch.UntypedStorage.__new__``, except for a virtual GPU, for which C++ would crash."""
+    """Wrap ``torch.UntypedStorage.__new__`` to reject virtual GPUs, for which C++ would crash."""
 
     def __new__(
         cls: type, *args: Any, device: object = None, **kwargs: Any
@@ -156,7 +156,7 @@ def make_dual(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def subclass_refused(cls: type) -> NotImplementedError:
-    """Return the error for a tensor of a user's own class on a virtual GPU."""
+    """Return the error for a tensor of a user-defined subclass on a virtual GPU."""
     return NotImplementedError(
         f"tensors of the subclass {cls.__name__} are not supported on virtual GPUs: use plain "
         "tensors there, or a class with a tensor as an attribute (torch.Tensor.as_subclass "
@@ -172,7 +172,7 @@ _IN_PLACE = torch._C.DispatchKey.ADInplaceOrView
 def refuse_tangents(values: Iterable[object]) -> None:
     """Raise an error if a CPU tensor with a tangent is moved to a virtual GPU: C++ would crash later.
 
-    The tangents of torch.func.jvp aren't visible here, so inside it, nothing can be moved.
+    The tangents of torch.func.jvp aren't visible here, so nothing can be moved inside it.
     """
     level = forward_ad._current_level
     if level < 0:
@@ -203,9 +203,9 @@ def refuse_mixed_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
 
 
 def _refuse_mixed_layer_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """Raise RuntimeError if weight or bias has another dtype than the input: CUDA has no such kernel.
+    """Raise RuntimeError if weight or bias has a different dtype than the input, as on CUDA.
 
-    If there's no row to normalize, CUDA launches no kernel.
+    If there are no rows to normalize, CUDA launches no kernel and raises no error.
     """
     named = named_arguments(func, args, kwargs)
     input, shape = named["input"], named["normalized_shape"]
@@ -216,19 +216,19 @@ def _refuse_mixed_layer_norm(func: Operator, args: Args, kwargs: Kwargs) -> None
                 return
             raise RuntimeError(
                 f"expected scalar type {_NAMES.get(input.dtype, input.dtype)} but found "
-                f"{_NAMES.get(other.dtype, other.dtype)}. The {name} of a layer norm must have its "
-                f"input's type on a GPU: the input is {input.dtype}, the {name} {other.dtype}. "
-                "Convert one of them, or compute under torch.autocast"
+                f"{_NAMES.get(other.dtype, other.dtype)}. On a GPU, layer norm's {name} must "
+                f"have the input's dtype: the input is {input.dtype}, the {name} is {other.dtype}. "
+                "Convert one of them, or use torch.autocast"
             )
 
 
 def _refuse_mixed_batch_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """Raise RuntimeError if CUDA's backward kernel requires other dtypes of parameters and statistics.
+    """Raise RuntimeError if CUDA's backward kernel requires other parameter and statistics dtypes.
 
-    The kernel is compiled for float32 parameters and statistics if the first of them, the weight, has
-    another dtype than the input, and otherwise for the input's dtype (``is_mixed_type`` in
-    ATen/native/cuda/Normalization.cu). The channels-last kernels, also used for (N, C), don't read running
-    statistics.
+    The kernel is compiled for float32 parameters and statistics if the first of them, usually the
+    weight, has a different dtype than the input, and otherwise for the input's dtype
+    (``is_mixed_type`` in ATen/native/cuda/Normalization.cu). The channels-last kernels, also used
+    for (N, C), don't read running statistics.
     """
     named = named_arguments(func, args, kwargs)
     input, (of_input, *of_parameters) = named["input"], named["output_mask"]
@@ -248,8 +248,9 @@ def _refuse_mixed_batch_norm(func: Operator, args: Args, kwargs: Kwargs) -> None
         if dtype is not expected:
             raise RuntimeError(
                 f"Expected {name} to have type {_NAMES.get(expected, expected)} but got "
-                f"{_NAMES.get(dtype, dtype)}. A batch norm on a GPU needs parameters and running "
-                f"statistics of one type, its input's or float32; the input is {input.dtype}"
+                f"{_NAMES.get(dtype, dtype)}. On a GPU, batch norm's parameters and running "
+                f"statistics must share one dtype, the input's or float32; the input is "
+                f"{input.dtype}"
             )
 
 

@@ -1,9 +1,9 @@
-"""Checks that operands are on the same device, with CUDA's error messages.
+"""Check that operands are on the same device, with CUDA's error messages.
 
-Only calls that mix GPUs, or a GPU and the CPU, are checked. On CUDA, three kinds of code check this:
-TensorIterator for elementwise operators, generated code for most others, and indexing itself. Operators
-marked ``device_check: NoCheck`` in native_functions.yaml do their own checks, or accept operands on other
-devices; they're listed below.
+Only calls that mix GPUs, or a GPU and the CPU, are checked. On CUDA, three kinds of code do this:
+TensorIterator for elementwise operators, generated code for most others, and the indexing code
+itself. Operators marked ``device_check: NoCheck`` in native_functions.yaml do their own checks, or
+accept operands on other devices; they're listed below.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ def _is_elementwise(func: Operator) -> bool:
     return sibling is not None and torch.Tag.pointwise in sibling.tags
 
 
-# Operators that TensorIterator runs, or composites of such operators, without torch's tag for that.
+# Operators that TensorIterator runs, or composites of such operators, that lack torch's tag for it.
 _ELEMENTWISE = {
     f"aten::{name}"
     for name in (
@@ -66,26 +66,27 @@ _ELEMENTWISE = {
         "where",
     )
 }
-# The kernels of these accept a scalar on the CPU (ATen/native/cuda/ForeachBinaryOpScalarTensor.cu).
+# These operators' kernels accept a scalar on the CPU
+# (ATen/native/cuda/ForeachBinaryOpScalarTensor.cu).
 _WITH_SCALAR = {f"aten::_foreach_{name}" for name in ("div", "div_", "mul", "mul_")}
 
 
 def _check_hosts(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """Refuse to mix GPUs of a cluster with those outside its block, which have the same names."""
+    """Reject mixing a cluster's GPUs with those outside its block, which have the same names."""
     gpus: dict[torch.device, object] = {}
     for name, tensor in _named_tensors(func, args, kwargs):
         gpu = getattr(tensor, "_gpu", None)
         if gpu is not None and gpus.setdefault(tensor.device, gpu) is not gpu:
             raise RuntimeError(
-                f"{func._schema.name} got tensors of two hosts: {name}, of size "
+                f"{func._schema.name} got tensors from two hosts: {name}, of size "
                 f"{list(tensor.size())}, is on {tensor.device}, and so is another, but one of the "
                 "two was created before a vgpu.cluster block, or in one that has ended. Create both in "
-                "the block, or move one there through the host: x.cpu().to(...)"
+                "the block, or move one into it through the host: x.cpu().to(...)"
             )
 
 
 def _check_elementwise(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """Accept CPU scalars among tensors on any device, but not as the result to write to.
+    """Accept CPU scalars among tensors on any device, but not as outputs.
 
     The common device is that of the first operand that isn't on the CPU.
     """
@@ -118,7 +119,7 @@ def check_generated(func: Operator, args: Args, kwargs: Kwargs) -> None:
 
 
 def _check_convolution(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """Compare tensor types first, as convolution does; they distinguish CPU and GPU, but not two GPUs."""
+    """Compare tensor types first, as convolution does; they don't distinguish between GPUs."""
     tensor = args[0]
     for name, other in _named_tensors(func, args, kwargs):
         if other.device.type != tensor.device.type:
@@ -131,7 +132,7 @@ def _check_convolution(func: Operator, args: Args, kwargs: Kwargs) -> None:
 
 
 def _check_indexing(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """Accept indices on the CPU, and also a value, if it's a scalar."""
+    """Accept indices on the CPU, and also a value if it's a scalar."""
     tensor = args[0]
     for name, other in _named_tensors(func, args[1:], kwargs, skip=1):
         if other.device == tensor.device or _is_cpu_scalar(other):
@@ -149,7 +150,7 @@ def _check_indexing(func: Operator, args: Args, kwargs: Kwargs) -> None:
 
 
 def _check_scalar(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """Check a list of tensors on one GPU (other lists run one by one), and one scalar for all of them."""
+    """Check the scalar for a list of tensors on one GPU; other lists run tensor by tensor."""
     tensor, scalar = args[0][0], args[1]
     if not _is_cpu_scalar(scalar):
         verb = "is expected" if func._schema.name.endswith("_") else "expected"
@@ -162,7 +163,7 @@ def _check_scalar(func: Operator, args: Args, kwargs: Kwargs) -> None:
 # factors of _foreach_addcmul.
 _MAY_BE_ON_CPU = {"lengths", "batch_sizes", "lr", "scalars"}
 
-# The argument that the kernel copies to its GPU, or reads on the host, whatever its device.
+# The argument that the kernel copies to its GPU, or reads on the host, whatever device it's on.
 _ANYWHERE = {
     "aten::as_strided_scatter": "src",
     "aten::bernoulli_": "p",
@@ -173,7 +174,7 @@ _ANYWHERE = {
     "aten::slice_scatter": "src",
 }
 
-# For composite operators, the argument and the operator below them that CUDA's check names.
+# For composite operators, the argument and the underlying operator that CUDA's check names.
 _BELOW = {
     "aten::embedding": ({"indices": "index", "weight": "self"}, "_index_select"),
     "aten::stack": ({}, "cat"),
@@ -182,9 +183,9 @@ _BELOW = {
 
 
 def _names_in_cuda(func: Operator, argument: str) -> tuple[str, str]:
-    """Return the names of argument and operator in the message of the generated check.
+    """Return the argument's and operator's names in the message from the generated check.
 
-    torchgen writes ``overload_name`` for plain kernels, ``name_overload`` for structured ones.
+    torchgen writes ``overload_name`` for plain kernels and ``name_overload`` for structured ones.
     """
     if func._schema.name in _BELOW:
         arguments, method = _BELOW[func._schema.name]
@@ -192,7 +193,7 @@ def _names_in_cuda(func: Operator, argument: str) -> tuple[str, str]:
     name, overload = func._schema.name.partition("::")[2], func._schema.overload_name
     if any(a.is_out for a in func._schema.arguments):
         name += "_out"
-    if _has_kernel(func.name(), "CompositeExplicitAutogradNonFunctional"):  # structured ones have
+    if _has_kernel(func.name(), "CompositeExplicitAutogradNonFunctional"):  # a structured kernel
         return argument, f"{name}_{overload}" if overload else name
     return argument, f"{overload}_{name}"
 
@@ -204,7 +205,7 @@ def _is_cpu_scalar(tensor: torch.Tensor) -> bool:
 def _named_tensors(
     func: Operator, args: Args, kwargs: Kwargs, skip: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor among the arguments, with its parameter's name, except for the first ``skip``."""
+    """Yield each tensor in ``args``, which omits the first ``skip``, with its parameter's name."""
     for position, argument in enumerate(func._schema.arguments[skip:]):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         for item in value if isinstance(value, list | tuple) else (value,):

@@ -3,9 +3,10 @@
 Models of any size run without arithmetic, and without memory for values. Devices, autograd, modules,
 optimizers, streams, memory counters and recordings work as usual.
 
-Tensors created on the host (``torch.empty(...)`` in the block) are shapes, too. Tensors created from
-Python or NumPy data (``torch.tensor([1, 2])``) stay real until they're moved to a GPU, and so do integers
-created on the host (``torch.arange(8)``), because programs branch on them (a mesh does, on its ranks).
+Tensors created on the host (``torch.empty(...)`` in the block) are shapes, too. Tensors created
+from Python or NumPy data (``torch.tensor([1, 2])``) stay real until they're moved to a GPU, and so
+do integers created on the host (``torch.arange(8)``), because programs branch on them, as a mesh
+does on its ranks.
 """
 
 import functools
@@ -27,7 +28,7 @@ from vgpu.torch_patches.undo import Changes
 
 
 class _Mode(TorchDispatchMode):
-    """Sends every operation in the block to ``run``, including factories on the host."""
+    """Dispatch mode that sends every operation in the block to ``run``, even host factories."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -40,7 +41,7 @@ class _Mode(TorchDispatchMode):
         args: Args = (),
         kwargs: Kwargs | None = None,
     ) -> Any:
-        if _infra_mode(_FAKE) is not None:  # torch propagates shapes itself, as DTensor does
+        if _infra_mode(_FAKE) is not None:  # torch is propagating shapes itself, as DTensor does
             return func(*args, **(kwargs or {}))
         if types and types != _SHAPES and around_shapes(types):
             return NotImplemented
@@ -54,7 +55,7 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """In the block, tensors that are created, computed, or moved to a virtual GPU are shapes.
+    """Make tensors that are created, computed, or moved to a virtual GPU in the block shapes.
 
     A model that's moved inside the block permanently loses its values. Raises RuntimeError if virtual
     GPUs aren't enabled.
@@ -66,7 +67,7 @@ def shapes_only() -> Iterator[None]:
 
 
 def install(changes: Changes) -> None:
-    changes.append(_foreach_supported_types, ShapeTensor)  # torch_patches/functions.py says why
+    changes.append(_foreach_supported_types, ShapeTensor)  # see torch_patches/functions.py
     changes.wrap(torch.nn.init, "_no_grad_trunc_normal_", trunc_normal)
     changes.wrap(nn.parallel.distributed, "_verify_param_shape_across_processes", _of_values)
     if dist.is_available():
@@ -74,7 +75,7 @@ def install(changes: Changes) -> None:
 
 
 def trunc_normal(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap ``nn.init.trunc_normal_``, which redraws until all values are in range: a shape has none."""
+    """Wrap ``nn.init.trunc_normal_`` to skip shapes: it redraws values until all are in range."""
 
     @functools.wraps(plain)
     def _no_grad_trunc_normal_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -98,7 +99,7 @@ def _of_values(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_own_order(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap DDP's broadcast of rank 0's bucket order: for shapes, which lack values, keep this rank's."""
+    """Wrap DDP's broadcast of rank 0's bucket order: with shapes, each rank keeps its own order."""
 
     @functools.wraps(plain)
     def _rebuild_buckets(reducer: Any) -> Any:

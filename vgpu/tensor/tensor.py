@@ -69,19 +69,19 @@ class VirtualTensor(TensorMethods):
         kwargs: Kwargs | None = None,
     ) -> Any:
         if len(types) > 1 and not all(issubclass(kind, VirtualTensor) for kind in types):
-            return NotImplemented  # a tensor around a virtual one (DTensor) goes first
+            return NotImplemented  # a tensor that wraps a virtual one (DTensor) goes first
         return run(func, args, kwargs or {})
 
     def _copy_memory(self, memo: dict[int, Any]) -> torch.Tensor:
         return wrap(copy.deepcopy(self._inner, memo), self._gpu, "deepcopy")
 
 
-# Printing breaks lines by the width of the type's name; torch's own is six letters.
+# torch breaks the lines of a printed tensor according to the length of this name.
 VirtualTensor.__name__ = "Tensor"
 
 
 class ShapeTensor(ShapeMethods, VirtualTensor):
-    """A tensor without values, on a virtual GPU or the host: size, strides, dtype and bytes."""
+    """A tensor on a virtual GPU or the host: size, strides, dtype and bytes, but no values."""
 
     _gpu: Place  # type: ignore[assignment]
 
@@ -107,10 +107,10 @@ class ShapeTensor(ShapeMethods, VirtualTensor):
 
 
 def around_shapes(types: tuple[type, ...]) -> bool:
-    """Whether one of the types wraps shapes, as DTensor does; it'll dispatch again with the shapes."""
+    """Whether one of the types wraps shapes, as DTensor does; it dispatches again with them."""
     for kind in types:
         if (
-            kind is not ShapeTensor  # checked first, as nearly all are, and every call is checked
+            kind is not ShapeTensor  # checked first, since nearly all types are this one
             and not issubclass(kind, VirtualTensor)
             and getattr(kind, "__torch_dispatch__", None) is not _NO_DISPATCH
         ):
@@ -253,7 +253,7 @@ def unwrap(
 ) -> list[Any]:
     """Return the values with CPU tensors in place of virtual ones.
 
-    Appends the virtual tensors to ``inputs``, and those that are not virtual to ``others``.
+    Append the virtual tensors to ``inputs``, and all other tensors to ``others``.
     """
     inner = []
     for value in values:
@@ -294,13 +294,13 @@ _COMPRESSED = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCsr)
 
 
 def wrap(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> VirtualTensor:
-    """Put ``values`` on ``gpu``, and count its storage there unless that has been counted.
+    """Put ``values`` on ``gpu``, and count their storage there if it hasn't been counted yet.
 
     Raises torch.OutOfMemoryError if the storage doesn't fit.
     """
     inference = values.is_inference()
     if inference is not _in_inference_mode():
-        # A view of a normal tensor is a normal tensor, also in inference mode.
+        # A view of a normal tensor is a normal tensor, even in inference mode.
         with torch.inference_mode(inference):
             return wrap(values, gpu, operation)
     layout = values.layout
@@ -371,7 +371,7 @@ def _wrap_arguments(
 
 
 def _refresh_unreturned(info: OperatorInfo, args: Args, kwargs: Kwargs) -> None:
-    """Update the sizes of arguments that were written and aren't returned, such as observers' ranges."""
+    """Update the sizes of written but unreturned arguments, such as a quantization observer's."""
     for place in info.unreturned:
         written = argument(place, args, kwargs)
         if isinstance(written, VirtualTensor) and written._inner.size() != written.size():
@@ -381,7 +381,7 @@ def _refresh_unreturned(info: OperatorInfo, args: Args, kwargs: Kwargs) -> None:
 def _clean_up(
     info: OperatorInfo, args: Args, kwargs: Kwargs, gpu: VirtualGPU | None, error: RuntimeError
 ) -> None:
-    """After a failed operation: refresh what it already modified, and raise CUDA's out-of-memory error."""
+    """Refresh what a failed operation modified; raise CUDA's error if memory ran out."""
     if info.reshapes:
         for alias in info.aliases or ():
             changed = None if alias is None else argument(alias, args, kwargs)
@@ -400,7 +400,7 @@ def refresh(changed: VirtualTensor, operation: str) -> None:
             block.resize(part.untyped_storage().nbytes(), operation)
         except torch.OutOfMemoryError:
             storage = part.untyped_storage()
-            if part is values:  # restore the size from before
+            if part is values:  # restore the previous size
                 part.set_(storage, changed.storage_offset(), changed.size(), changed.stride())
             storage.resize_(block.size_bytes)
             raise
@@ -408,7 +408,7 @@ def refresh(changed: VirtualTensor, operation: str) -> None:
 
 
 def block_of(tensor: VirtualTensor) -> Block:
-    """The block of memory that holds the tensor's values."""
+    """Return the block of memory that holds the tensor's values."""
     if tensor._block is not None:
         return tensor._block
     values = tensor._inner
@@ -421,7 +421,7 @@ def make_shape(
 ) -> ShapeTensor:
     """Create a shape on ``gpu``; a view of ``base`` doesn't get its own block."""
     if base is not None and (inference := base.is_inference()) is not _in_inference_mode():
-        # A view of a normal tensor is a normal tensor, also in inference mode.
+        # A view of a normal tensor is a normal tensor, even in inference mode.
         with torch.inference_mode(inference):
             return make_shape(output, gpu, operation, base)
     meta, size, stride, offset, dtype, storage_bytes = output

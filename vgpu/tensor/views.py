@@ -1,9 +1,9 @@
-"""In-place changes of a tensor's shape (``t_``, ``squeeze_``, ...) while other tensors view its memory.
+"""In-place shape changes (``t_``, ``squeeze_``, ...) of a tensor whose memory other tensors view.
 
-For a tensor subclass, autograd regenerates a view by replaying the view function on its base. If the
-base, or the view itself, has changed its shape in between, the replay selects other elements. For plain
-tensors, autograd uses ``as_strided`` instead: here, each affected view is first replaced by an
-``as_strided`` view.
+For a tensor subclass, autograd regenerates a view by replaying the view function on its base. If
+the shape of the base, or of the view itself, has changed since, the replay selects different
+elements. For plain tensors, autograd uses ``as_strided`` instead, so here, each affected view is
+first replaced with an ``as_strided`` view.
 """
 
 import functools
@@ -25,7 +25,7 @@ _data: Any = torch._C.TensorBase.data
 
 
 def keeping_views(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A method in ``RESHAPING``, wrapped so that every view keeps its elements."""
+    """Wrap a method in ``RESHAPING`` so that every view keeps its elements."""
 
     resizes = method.__name__ in _RESIZING
 
@@ -33,11 +33,11 @@ def keeping_views(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     def reshaped(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         base = self._base
         if resizes and self.requires_grad:
-            return method(self, *args, **kwargs)  # autograd raises
+            return method(self, *args, **kwargs)  # autograd raises an error
         if base is None and not _refuses_changes(self):
             views = [view for view in _views_of(self) if _follows(view, self)]
             if views:
-                method(self.data, *args, **kwargs)  # what it can't do, it refuses here
+                method(self.data, *args, **kwargs)  # raises here if the call is invalid
             for view in views:
                 _take_by_strides(view, self, view)
         if base is None or resizes or not _follows(self, base) or _refuses_changes(base):
@@ -54,7 +54,7 @@ def keeping_views(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 def _views_of(base: Any) -> list[torch.Tensor]:
-    """The views of a tensor that are Python objects."""
+    """Return the views of a tensor that are Python objects."""
     kind = type(base)
     storage = base._inner.untyped_storage()
     shared = torch._C._storage_Use_Count(storage._cdata) > _UNSHARED
@@ -64,21 +64,21 @@ def _views_of(base: Any) -> list[torch.Tensor]:
 
 
 def _follows(view: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether autograd would regenerate the view from its base; on the CPU, with ``as_strided``."""
+    """Whether autograd would regenerate the view from its base (with ``as_strided`` on the CPU)."""
     if torch._C._autograd._get_creation_meta(view) != _creation.DEFAULT:
-        return False  # autograd raises after the change
+        return False  # autograd raises an error after the change
     if base.layout is not torch.strided or (view.dtype != base.dtype and not _is_part(view, base)):
-        return False  # autograd replays it on the CPU, too
+        return False  # autograd replays the view function on the CPU, too
     if view.is_conj() != base.is_conj() or view.is_neg() != base.is_neg():
         return False  # likewise
     try:
         return not (view.requires_grad and view.is_leaf)
     except RuntimeError:
-        return False  # of an earlier shape of the base: only a graph still has it
+        return False  # a view of the base's earlier shape: only a graph still holds it
 
 
 def _is_part(view: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether the view shows real or imaginary parts of its base."""
+    """Whether the view shows the real or imaginary part of its base."""
     return base.is_complex() and not base.is_conj() and view.dtype is base.dtype.to_real()
 
 
@@ -90,7 +90,8 @@ def _refuses_changes(base: torch.Tensor) -> bool:
 def _take_by_strides(view: Any, base: Any, like: Any) -> None:
     """Make ``view`` an ``as_strided`` view of ``base`` with the size, strides and offset of ``like``.
 
-    Its values stay in their own memory: ``base.data = other`` may have given the base another one.
+    Its values stay in their own memory: ``base.data = other`` may have moved the base to other
+    memory.
     """
     geometry = like.size(), like.stride(), like.storage_offset()
     with torch.enable_grad():
@@ -117,7 +118,7 @@ def swap_insides(tensor: Any, other: Any) -> None:
 
 
 def holders_of(grad: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors whose gradient is ``grad``."""
+    """Return the tensors whose gradient is ``grad``."""
     if grad._use_count() == 1:  # type: ignore[attr-defined, unused-ignore]  # no reference from C++
         return []
     tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
@@ -132,7 +133,7 @@ def _grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _set_grad(tensor: Any, grad: Any) -> None:
-    """``tensor.grad = grad``, also if an in-place change has given them different sizes."""
+    """Set ``tensor.grad = grad``, even if an in-place change has given them different sizes."""
     own = tensor.data
     if own.size() != grad.size():
         _data.__set__(tensor, grad.data)
@@ -159,5 +160,5 @@ def _use_count_of_one() -> int:
     return count
 
 
-# The use count of a storage that a single tensor holds, while Python looks at it.
+# The use count, as seen from Python, of a storage that only one tensor holds.
 _UNSHARED = _use_count_of_one() + 1

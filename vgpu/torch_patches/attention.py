@@ -1,11 +1,12 @@
 """``scaled_dot_product_attention`` on a virtual GPU: fused whenever CUDA would fuse it.
 
-C++ chooses the kernel by device type, and doesn't know ours. This file chooses as for CUDA: the first
-kernel, in torch's order, that's enabled (``torch.nn.attention.sdpa_kernel``) and supports the inputs on
-this GPU; if there's none, it raises an error. On an A100, that's flash attention for float16 and bfloat16
-without a mask, memory-efficient attention for float32 and masks, and the math implementation for float64.
-In place of cuDNN's kernel, one of the other two runs, which save the same number of bytes. Inputs that the
-CPU's fused kernel doesn't support, for example because of dropout, are computed unfused.
+C++ chooses the kernel by device type, and doesn't know ours. This file chooses as on CUDA: the
+first kernel, in torch's order, that's enabled (``torch.nn.attention.sdpa_kernel``) and supports the
+inputs on this GPU; if there's none, it raises an error. On an A100, that's flash attention for
+float16 and bfloat16 without a mask, memory-efficient attention for float32 or with a mask, and the
+math implementation for float64. In place of cuDNN's kernel, one of the other two fused kernels
+runs; they save the same number of bytes. Attention that the CPU's fused kernel doesn't support,
+such as with dropout, is computed unfused.
 """
 
 import functools
@@ -31,7 +32,7 @@ _IS_ENABLED = {
 
 
 def install(changes: Changes) -> None:
-    # CausalBias overrides the function by this name; torch._C._nn has the C++ function.
+    # CausalBias overrides the function under this name; torch._C._nn has the C++ function.
     changes.wrap_function("scaled_dot_product_attention", _fused, F, torch._C._nn)
 
 
@@ -69,7 +70,7 @@ def _fused(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         if not query.dtype == key.dtype == value.dtype or (attn_mask is not None and is_causal):
             return unfused()  # which raises torch's error
         parts = [query, key, value]
-        if enable_gqa and query.size(-3) != key.size(-3):  # heads in the same number aren't copied
+        if enable_gqa and query.size(-3) != key.size(-3):  # equal numbers of heads need no copies
             groups = query.size(-3) // key.size(-3)
             parts[1:] = [part.repeat_interleave(groups, -3) for part in parts[1:]]
         chosen = _choose(parts, attn_mask, is_causal)
@@ -88,12 +89,12 @@ def _fused(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _choose(parts: list[torch.Tensor], mask: torch.Tensor | None, is_causal: bool) -> SDPBackend:
-    """Choose as select_sdp_backend does (ATen/native/transformers/cuda/sdp_utils.cpp).
+    """Choose a kernel as select_sdp_backend does (ATen/native/transformers/cuda/sdp_utils.cpp).
 
     Raises RuntimeError, as on CUDA, if no enabled kernel supports the inputs.
     """
     gpu = gpus.resolve(parts[0].device)
-    assert gpu is not None, "attention of tensors that aren't on a virtual GPU"
+    assert gpu is not None, "attention inputs aren't on a virtual GPU"
     capability = gpu.spec.compute_capability
     possible = {SDPBackend.MATH}
     if _are_regular(parts):
@@ -114,7 +115,7 @@ def _choose(parts: list[torch.Tensor], mask: torch.Tensor | None, is_causal: boo
         "No available kernel. Aborting execution. "
         f"None of the enabled kernels ({names or 'none'}) supports these inputs on a "
         f"{gpu.spec.name}: {query.dtype}, queries {list(query.size())}, keys {list(key.size())}, "
-        f"{'no mask' if mask is None else 'a mask'}. Let sdpa_kernel allow another."
+        f"{'no mask' if mask is None else 'a mask'}. Allow another one with sdpa_kernel."
     )
 
 

@@ -27,7 +27,7 @@ from vgpu.tensor.tensor import VirtualTensor
 from vgpu.time.recording import compiled as counted_as_compiled
 from vgpu.torch_patches.undo import Changes
 
-# Backends that run a graph's operators one by one, also on GPUs.
+# Backends that run a graph's operators one by one, even on GPUs.
 _AS_THEY_ARE = ("eager", "aot_eager")
 
 _has_said = False
@@ -41,7 +41,7 @@ def install(changes: Changes) -> None:
 
 
 def _skip_own_files(module: ModuleType, changes: Changes) -> None:
-    """Make Dynamo run this package's code untraced; Dynamo itself asks for the current stream."""
+    """Make Dynamo run this package's code untraced; Dynamo itself calls ``current_stream``."""
     module.add("vgpu")
     changes.callback(module.SKIP_DIRS.remove, module.SKIP_DIRS[-1])
 
@@ -50,14 +50,12 @@ def _compile(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         compiled = plain(model, *args, **kwargs)
-        if (
-            model is None or compiled is model
-        ):  # returns a decorator, which calls this again; or disabled
+        # ``plain`` returned a decorator, which will call ``compile`` again, or did nothing.
+        if model is None or compiled is model:
             return compiled
         fuses = kwargs.get("backend") not in _AS_THEY_ARE
-        if isinstance(
-            compiled, torch.nn.Module
-        ):  # OptimizedModule, which is created again in a copy
+        # An OptimizedModule; a copy of it initializes itself again, with the same context.
+        if isinstance(compiled, torch.nn.Module):
             module: Any = compiled
             module.dynamo_ctx = _Context(module.dynamo_ctx, fuses)
             module._initialize()
@@ -68,7 +66,7 @@ def _compile(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Context:
-    """Turns a module's ``__call__`` into a compiled function."""
+    """A Dynamo context that turns a module's ``__call__`` into a compiled function."""
 
     def __init__(self, plain: Callable[..., Any], fuses: bool) -> None:
         self._plain = plain
@@ -81,9 +79,10 @@ class _Context:
 def _by_device(
     compiled: Callable[..., Any], plain: Callable[..., Any], fuses: bool
 ) -> Callable[..., Any]:
-    """Return a function that calls ``plain`` if that computes on virtual GPUs, else ``compiled``."""
+    """Return a function that calls ``plain`` for virtual GPUs, and otherwise ``compiled``."""
 
-    # It has the attributes of ``compiled``, by which Dynamo finds the function inside another call.
+    # The function keeps the attributes of ``compiled``, by which Dynamo finds it inside another
+    # call.
     @functools.wraps(compiled)
     def by_device(*args: Any, **kwargs: Any) -> Any:
         if not _is_virtual_call(plain, args, kwargs):
@@ -105,7 +104,7 @@ def _say_once(function: Callable[..., Any]) -> None:
         warnings.warn(
             f"torch.compile on virtual GPUs: {name} runs uncompiled, operator by operator, with the "
             "same results; a recording of virtual time counts it as compiled. This is true for all "
-            "compiled functions, and only shown once",
+            "compiled functions and is shown only once",
             stacklevel=3,
         )
 
@@ -140,7 +139,7 @@ def _places(value: Any, depth: int, seen: set[int]) -> Iterator[bool]:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """Return the values inside of ``value`` in which to look for tensors and devices."""
+    """Return the values inside ``value`` in which to look for tensors and devices."""
     if isinstance(value, torch.nn.Module):
         return (*value.parameters(), *value.buffers())
     if isinstance(value, Mapping):
@@ -159,9 +158,9 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _variables(function: FunctionType) -> Iterator[Any]:
-    """Yield the values of a function's defaults, nonlocal and global variables, and string constants.
+    """Yield a function's defaults, string constants, and values of nonlocal and global variables.
 
-    For global variables and constants, this includes the functions defined inside it.
+    Global variables and constants include those of the functions defined inside it.
     """
     yield from function.__defaults__ or ()
     for cell in function.__closure__ or ():

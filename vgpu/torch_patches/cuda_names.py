@@ -1,6 +1,6 @@
 """Names that only ``torch.cuda`` has, added to ``torch.vgpu`` for programs whose ``cuda`` is ``vgpu``.
 
-Many packages import such a name, or use it in an ``isinstance``, but never call it. So a class,
+Many packages import such a name, or use it with ``isinstance``, but never call it. So a class,
 function or module of that name exists, and using it raises NotImplementedError. Programs written
 for virtual GPUs don't get these names: there, ``hasattr(torch.vgpu, "CUDAGraph")`` is False.
 """
@@ -27,9 +27,9 @@ def install(changes: Changes) -> None:
     changes.set(device_module, "is_current_stream_capturing", lambda: False)
     changes.set(device_module, "get_arch_list", _get_arch_list)
     _complete(device_module, torch.cuda, changes)
-    if dist.is_available() and dist.is_nccl_available():  # torch's own function; it needs no GPU
+    if dist.is_available() and dist.is_nccl_available():  # torch's own function, which needs no GPU
         changes.set(vars(device_module)["nccl"], "version", torch.cuda.nccl.version)
-    # The function is private, but tests of streams call it.
+    # This function is private, but tests for streams call it.
     changes.item(vars(device_module), "_sleep", _refusing(f"{torch.cuda.__name__}._sleep", None))
     changes.wrap(torch.amp.GradScaler, "__init__", _for_virtual_gpus)
     # torch.testing uses these names to run CUDA tests on separate streams.
@@ -49,7 +49,7 @@ class _Generators:
 
 
 def _get_arch_list() -> list[str]:
-    """The compute capabilities of the GPUs, as in "sm_90"."""
+    """Return the compute capabilities of the GPUs, such as "sm_90"."""
     found = map(device_module.get_device_capability, range(gpus.device_count()))
     return sorted({f"sm_{major}{minor}" for major, minor in found})
 
@@ -61,7 +61,7 @@ def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
 def _complete(
     ours: ModuleType, theirs: ModuleType, changes: Changes, around: dict[int, Any] | None = None
 ) -> None:
-    """Give a module of ``torch.vgpu`` the names that only its counterpart in ``torch.cuda`` has.
+    """Add to a module in ``torch.vgpu`` the names that only its counterpart in ``torch.cuda`` has.
 
     ``around`` maps the id of an object in ``torch.cuda`` to its counterpart in an enclosing module,
     since ``torch.cuda.amp.autocast_mode.autocast`` is ``torch.cuda.amp.autocast``.
@@ -73,7 +73,7 @@ def _complete(
         if isinstance(there, ModuleType):
             full_name = f"{_vgpu_name(theirs)}.{name}"
             if here is None:
-                here = ModuleType(full_name, f"What ``{there.__name__}`` has, to be named only.")
+                here = ModuleType(full_name, f"Names in ``{there.__name__}``, for imports only.")
                 changes.set(ours, name, here)
                 changes.item(sys.modules, full_name, here)
             _complete(here, there, changes, known)
@@ -83,7 +83,7 @@ def _complete(
 
 
 def _public(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """Yield torch's own classes, functions and modules in a module, without tensor types."""
+    """Yield torch's own classes, functions and modules in a module, except tensor types."""
     for name, value in list(vars(module).items()):
         if name.startswith("_") or name.endswith("Tensor"):
             continue
@@ -101,7 +101,7 @@ def _vgpu_name(module: ModuleType) -> str:
 def _refusing(name: str, there: Any) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"{name} was used, but virtual GPUs have nothing like it: leave it out of this run"
+            f"{name} was used, but virtual GPUs have nothing like it: turn it off for this run"
         )
 
     if isinstance(there, type):
@@ -111,7 +111,7 @@ def _refusing(name: str, there: Any) -> Any:
 
 
 def _for_virtual_gpus(plain: Any) -> Any:
-    """Change the default device of ``torch.amp.GradScaler`` and its subclasses, which is "cuda"."""
+    """Replace the default device "cuda" of ``torch.amp.GradScaler`` and its subclasses."""
 
     @functools.wraps(plain)
     def __init__(self: Any, device: str = "cuda", *args: Any, **options: Any) -> None:

@@ -1,7 +1,8 @@
-"""``tensor.data = other`` across devices, with which ``Module.to`` preserves parameters' identities.
+"""``tensor.data = other`` across devices, which ``Module.to`` uses to preserve parameter identity.
 
-For CPU and CUDA tensors, torch replaces the contents of the C++ tensor. A virtual tensor has another Python
-class and other dispatch keys, so here the two Python objects swap their C++ tensors and classes.
+For CPU and CUDA tensors, torch replaces the contents of the C++ tensor. A virtual tensor has a
+different Python class and different dispatch keys, so here the two Python objects swap their C++
+tensors and classes.
 """
 
 from collections.abc import Callable
@@ -45,7 +46,7 @@ def data_across_devices(plain: Any) -> property:
 
 
 def has_compatible_type(plain: Callable[..., bool]) -> Callable[..., bool]:
-    """Wrap the check whether ``input.data = from_`` works, which precedes moving a module's parameters."""
+    """Wrap the check that ``input.data = from_`` works, which precedes moving parameters."""
 
     # The parameters must have torch's names: torch.compile compares the signatures.
     def _has_compatible_shallow_copy_type(input: torch.Tensor, from_: torch.Tensor) -> bool:
@@ -59,7 +60,7 @@ def has_compatible_type(plain: Callable[..., bool]) -> Callable[..., bool]:
 def _of_other_kind(tensor: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether C++ considers the tensors to be of different types."""
     if isinstance(tensor, VirtualTensor) and isinstance(source, VirtualTensor):
-        # The keys differ for a shape on the host, and for inference tensors.
+        # The keys differ for shapes on the host and for inference tensors.
         strided = tensor.layout is source.layout is torch.strided
         return strided and _keys(tensor) != _keys(source)
     return isinstance(tensor, VirtualTensor) != isinstance(source, VirtualTensor)
@@ -83,13 +84,13 @@ def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
     if not tensor.is_leaf:
         raise RuntimeError(
             "assigning .data of another device type to a tensor that is not a leaf is not "
-            "supported on virtual GPUs; use .to(device) on it"
+            "supported on virtual GPUs; use .to(device) instead"
         )
     if not tensor.requires_grad and (holders := views.holders_of(tensor)):
         raise RuntimeError(
             "assigning .data of another device type to the gradient of a tensor of size "
             f"{tuple(holders[0].size())} on {holders[0].device} is not supported on virtual GPUs: "
-            "move that tensor, whose gradient follows it"
+            "move that tensor; its gradient follows"
         )
     grad = tensor.grad
     if grad is not None:
@@ -161,7 +162,7 @@ def _refuse_backward(node: Node) -> None:
     def refuse(grad_outputs: Any) -> None:
         raise RuntimeError(
             "backward through a graph that was created before its parameters were moved to another "
-            "device: run the forward pass again, or move the module before it"
+            "device: run the forward pass again, or move the module before the forward pass"
         )
 
     node.register_prehook(refuse)

@@ -1,7 +1,7 @@
-"""What ``nn.DataParallel`` needs: its copies between GPUs, its streams and its threads.
+"""Replacements that ``nn.DataParallel`` needs: copies between GPUs, streams and threads.
 
 ``scatter``, ``gather``, ``broadcast_coalesced`` and ``reduce_add`` replace the functions of the
-same name in ``torch.nn.parallel.comm``, which are in C++ for CUDA; autograd's ``Scatter``,
+same name in ``torch.nn.parallel.comm``, whose C++ code supports only CUDA; autograd's ``Scatter``,
 ``Gather`` and ``Broadcast`` call them. In a recording of virtual time, a broadcast or reduce costs
 the same as NCCL's, which torch uses on CUDA.
 """
@@ -33,7 +33,8 @@ def install(changes: Changes) -> None:
     changes.set(torch.nn.parallel._functions, "_get_stream", copy_stream)
     parallel_apply = recording.sharing_the_interpreter(torch.nn.parallel.parallel_apply)
     changes.set(torch.nn.parallel, "parallel_apply", parallel_apply)
-    # Unlike the rest of torch.nn.parallel, this uses torch.cuda's function, which takes no other devices.
+    # Unlike the rest of torch.nn.parallel, this module uses torch.cuda's function, which accepts no
+    # other devices.
     module = sys.modules["torch.nn.parallel.parallel_apply"]
     changes.set(module, "_get_device_index", torch._utils._get_device_index)
     for name in ("data_parallel", "parallel_apply"):
@@ -42,7 +43,7 @@ def install(changes: Changes) -> None:
 
 
 def nccl_is_available(plain: Callable[..., bool]) -> Callable[..., bool]:
-    """Wrap ``torch.cuda.nccl.is_available``, so that it returns False for virtual tensors.
+    """Wrap ``torch.cuda.nccl.is_available`` so that it returns False for virtual tensors.
 
     torch's own function warns if torch was built without NCCL.
     """
@@ -69,7 +70,8 @@ def scatter(
 ) -> tuple[torch.Tensor, ...]:
     """Split ``tensor`` along ``dim`` into one chunk per device; fewer if the dimension is too small.
 
-    ``streams`` has the stream for each device's copy, None for the current one. The host doesn't wait.
+    ``streams`` has the stream for each device's copy, or None for the current one. The host doesn't
+    wait.
     """
     tensor = _handle_complex(tensor)
     targets = [_device(d) for d in devices]
@@ -126,7 +128,7 @@ def broadcast_coalesced(
 
 
 def reduce_add(inputs: Sequence[torch.Tensor], destination: Any = None) -> torch.Tensor:
-    """Sum on one device with torch's own function, recorded as one reduce."""
+    """Sum the inputs on one device with torch's own function, recorded as a single reduce."""
     devices = [tensor.device for tensor in inputs]
     first = inputs[0]
     parts = (first,) if first.layout is torch.strided else (first._indices(), first._values())

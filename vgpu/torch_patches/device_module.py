@@ -1,7 +1,7 @@
 """``torch.vgpu``, the counterpart of ``torch.cuda``. This module itself is registered with torch.
 
 A ``device`` of None means the current device, as in ``torch.cuda``. The modules ``torch.vgpu.amp``,
-``memory``, ``nvtx`` and ``random`` are created at the end.
+``memory``, ``nvtx`` and ``random`` are created at the end of this file.
 """
 
 import contextlib
@@ -35,12 +35,15 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Return False until a device is chosen or used; DeviceMesh then takes the one of LOCAL_RANK."""
+    """Return False until a device is chosen or used.
+
+    Before that, DeviceMesh makes LOCAL_RANK's device current.
+    """
     return is_available() and gpus.in_use.has_begun
 
 
 def init() -> None:
-    """Do nothing: nothing needs to be initialized."""
+    """Do nothing: no initialization is needed."""
 
 
 def set_device(device: Any) -> None:
@@ -51,7 +54,7 @@ def set_device(device: Any) -> None:
 
 
 class device:
-    """Makes a device current inside the block; None or a negative index changes nothing."""
+    """Context manager that makes a device current; None or a negative index changes nothing."""
 
     def __init__(self, device: Any) -> None:
         changes_nothing = device is None or (isinstance(device, int) and device < 0)
@@ -65,7 +68,7 @@ class device:
 
 
 class device_of(device):
-    """Makes a tensor's device current inside the block; does nothing for tensors elsewhere."""
+    """Context manager that makes a tensor's device current if that's a virtual GPU."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor.device if tensor.device.type == gpus.DEVICE_TYPE else -1)
@@ -102,7 +105,7 @@ def can_device_access_peer(device: Any, peer_device: Any) -> bool:
 
 
 class DeviceProperties:
-    """The fields of ``torch.cuda.get_device_properties`` that a virtual GPU has."""
+    """The properties from ``torch.cuda.get_device_properties`` that a virtual GPU has."""
 
     def __init__(self, index: int, spec: GPUSpec, total_memory: int) -> None:
         self.name = spec.name
@@ -190,7 +193,7 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 def memory_stats(device: Any = None) -> dict[str, int]:
     """Return current and peak bytes (``allocated_bytes.all.peak`` and so on), retries and errors.
 
-    Active bytes are the allocated ones: here, no freed block has to wait for another stream.
+    Active bytes equal allocated bytes: here, no freed block has to wait for another stream.
     """
     memory = _memory_of(device)
     allocated = memory.allocated_bytes, memory.peak_bytes
@@ -206,7 +209,7 @@ def memory_stats(device: Any = None) -> dict[str, int]:
 
 
 def empty_cache() -> None:
-    """Release reserved segments without allocations, on all GPUs."""
+    """Release reserved segments without allocated blocks on all GPUs."""
     for index in range(gpus.device_count()):
         gpus.by_index(index).memory.empty_cache()
 
@@ -235,7 +238,7 @@ def manual_seed_all(seed: int) -> None:
 
 
 def seed() -> None:
-    """Seed the current device's generator at random."""
+    """Seed the current device's generator with a random seed."""
     default_generator(meant_by(None)).seed()
 
 
@@ -266,7 +269,7 @@ def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
         set_rng_state(state, index)
 
 
-# torch.vgpu.amp: the older names of automatic mixed precision
+# torch.vgpu.amp: the older names for automatic mixed precision
 
 
 class _Autocast(torch.amp.autocast):
@@ -295,7 +298,7 @@ def _marker(*args: object, **kwargs: object) -> int:
 
 @contextlib.contextmanager
 def _range(*args: object, **kwargs: object) -> Iterator[None]:
-    """Mark a range around a block or a decorated function, which is a no-op."""
+    """Do nothing around a ``with`` block or a decorated function."""
     yield
 
 
@@ -303,7 +306,7 @@ def _range(*args: object, **kwargs: object) -> Iterator[None]:
 
 
 def _missing_in(submodule: str) -> Callable[[str], Any]:
-    """Return ``__getattr__`` of ``torch.vgpu``, or of the module with this name in it."""
+    """Return the ``__getattr__`` of ``torch.vgpu``, or of its submodule with this name."""
     inside = f".{submodule}" if submodule else ""
     ours, theirs = f"torch.{gpus.DEVICE_TYPE}{inside}", f"torch.cuda{inside}"
 
@@ -326,7 +329,7 @@ def _missing_in(submodule: str) -> Callable[[str], Any]:
 
 
 def _submodule(name: str, **members: Any) -> ModuleType:
-    module = ModuleType(f"torch.{gpus.DEVICE_TYPE}.{name}", f"As ``torch.cuda.{name}``.")
+    module = ModuleType(f"torch.{gpus.DEVICE_TYPE}.{name}", f"Like ``torch.cuda.{name}``.")
     vars(module).update(members, __all__=sorted(members), __getattr__=_missing_in(name))
     return module
 
@@ -353,7 +356,7 @@ memory = _submodule(
     reset_peak_memory_stats=reset_peak_memory_stats,
     set_per_process_memory_fraction=set_per_process_memory_fraction,
 )
-# The names that PyTorch's page about CUDA's memory documents, including the underscores.
+# These names, with their underscores, are documented on PyTorch's page about CUDA memory.
 vars(memory).update(
     _record_memory_history=snapshot.record_history,
     _snapshot=snapshot.snapshot,

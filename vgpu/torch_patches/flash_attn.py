@@ -1,11 +1,11 @@
-"""The functions of the package ``flash_attn`` on virtual GPUs, if that package isn't installed.
+"""The functions of the ``flash_attn`` package on virtual GPUs, for use if it isn't installed.
 
 ``flash_attn`` can't be built without CUDA. Here, its functions call
-``scaled_dot_product_attention``, which takes the time and bytes of flash attention. Arguments and
-layouts are those of flash_attn 2 (https://github.com/Dao-AILab/flash-attention): heads come after
-the sequence, and a causal mask is aligned to the lower right corner. ``softcap``, ``alibi_slopes``
-and ``return_attn_probs`` are left out. Of the package's layers, rotary embeddings and normalization
-are included, as plain operations.
+``scaled_dot_product_attention``, which takes as much time and memory as flash attention. Arguments
+and layouts are those of flash_attn 2 (https://github.com/Dao-AILab/flash-attention): heads come
+after the sequence, and a causal mask is aligned to the bottom-right corner. ``softcap``,
+``alibi_slopes`` and ``return_attn_probs`` aren't supported. Of the package's layers, rotary
+embeddings and normalization are included, as plain operations.
 """
 
 import importlib.util
@@ -48,10 +48,10 @@ def flash_attn_func(
     window_size: tuple[int, int] = (-1, -1),
     **left_out: Any,
 ) -> torch.Tensor:
-    """Compute attention on (batch, sequence, heads, width); k and v may have fewer heads than q.
+    """Compute attention on (batch, sequence, heads, head_dim); k and v may have fewer heads than q.
 
     Raises RuntimeError for dtypes other than float16 and bfloat16, as flash_attn does, and
-    NotImplementedError for the arguments that are left out.
+    NotImplementedError for unsupported arguments.
     """
     _refuse(left_out)
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -75,7 +75,7 @@ def flash_attn_func(
 
 
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Call ``flash_attn_func`` on one tensor (batch, sequence, 3, heads, width)."""
+    """Call ``flash_attn_func`` on one tensor (batch, sequence, 3, heads, head_dim)."""
     q, k, v = qkv.unbind(2)
     return flash_attn_func(q, k, v, *args, **kwargs)
 
@@ -83,7 +83,7 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> t
 def flash_attn_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """Call ``flash_attn_func`` on queries and one tensor (batch, sequence, 2, heads, width)."""
+    """Call ``flash_attn_func`` on queries and one tensor (batch, sequence, 2, heads, head_dim)."""
     k, v = kv.unbind(2)
     return flash_attn_func(q, k, v, *args, **kwargs)
 
@@ -99,11 +99,12 @@ def flash_attn_varlen_func(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Call ``flash_attn_func`` on each of several concatenated sequences: (tokens, heads, width).
+    """Call ``flash_attn_func`` on each sequence in a packed batch: (tokens, heads, head_dim).
 
-    ``cu_seqlens_q`` and ``cu_seqlens_k`` say where each sequence starts, and where the last one ends.
+    ``cu_seqlens_q`` and ``cu_seqlens_k`` have the start of each sequence, and the end of the last
+    one.
     """
-    with recording.paused():  # the kernel itself reads the lengths
+    with recording.paused():  # on a GPU, the kernel itself reads the lengths
         bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     lengths_q, lengths_k = (
         [end - begin for begin, end in itertools.pairwise(bounds)]
@@ -125,11 +126,10 @@ def apply_rotary_emb(
     interleaved: bool = False,
     **left_out: Any,
 ) -> torch.Tensor:
-    """Rotate the first 2 * n of each head's numbers in (batch, sequence, heads, width), in float32.
+    """Rotate each head's first 2 * n elements in (batch, sequence, heads, head_dim), in float32.
 
-    ``cos`` and ``sin`` have shape (sequence or longer, n). Number i is paired with i + n, or with
-    i + 1 if interleaved.
-    Raises NotImplementedError for flash_attn's other arguments.
+    ``cos`` and ``sin`` have shape (sequence or longer, n). Element i is paired with element i + n,
+    or with i + 1 if interleaved. Raises NotImplementedError for flash_attn's other arguments.
     """
     _refuse(left_out)
     turns = 2 * cos.size(-1)
@@ -154,9 +154,10 @@ def layer_norm_fn(
     is_rms_norm: bool = False,
     **left_out: Any,
 ) -> Any:
-    """Normalize the last dimension of dropout(x) + residual, in float32; prenorm also returns the sum.
+    """Normalize the last dimension of dropout(x) + residual, in float32.
 
-    Raises NotImplementedError for flash_attn's other arguments, and for a bias with is_rms_norm.
+    With ``prenorm``, also return the sum. Raises NotImplementedError for flash_attn's other
+    arguments, and for a bias with ``is_rms_norm``.
     """
     _refuse(left_out | ({"bias": "a tensor"} if is_rms_norm and bias is not None else {}))
     total = F.dropout(x, dropout_p).float()
@@ -194,5 +195,5 @@ def _refuse(left_out: dict[str, Any]) -> None:
         if name != "deterministic" and value:
             raise NotImplementedError(
                 f"flash_attn with {name}={value!r} is not supported on virtual GPUs: leave it out, "
-                "or compute the same with plain operations"
+                "or compute the same result with plain operations"
             )

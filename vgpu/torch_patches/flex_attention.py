@@ -1,10 +1,11 @@
-"""``flex_attention`` on a virtual GPU, with PyTorch's own eager formula.
+"""``flex_attention`` on a virtual GPU, computed by PyTorch's own eager implementation.
 
-PyTorch has a kernel for CUDA, and a formula of plain operators that keeps the whole matrix of
-scores (``math_attention`` in torch/_higher_order_ops/flex_attention.py). Autograd goes through the
-formula, so tensors that ``score_mod`` uses get gradients, too. As in the kernel, the backward pass
-recomputes the scores, and only the inputs and outputs are kept for it. One difference remains:
-while the formula runs, all scores count as allocated, whereas the kernel never holds them all.
+PyTorch has a kernel for CUDA, and an eager implementation with plain operators that stores the full
+score matrix (``math_attention`` in torch/_higher_order_ops/flex_attention.py). Autograd goes
+through the latter, so tensors that ``score_mod`` uses get gradients, too. As in the kernel, the
+backward pass recomputes the scores, and only the inputs and outputs are saved for it. One
+difference remains: while the eager implementation runs, all scores count as allocated, whereas the
+kernel never stores them all.
 """
 
 import functools
@@ -36,7 +37,7 @@ def _replace(module: ModuleType, changes: Changes) -> None:
 
 
 def _on_virtual_too(plain: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the check of the device type, whose list doesn't include virtual GPUs."""
+    """Wrap the device-type check, whose list doesn't include virtual GPUs."""
 
     @functools.wraps(plain)
     def _validate_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -47,7 +48,7 @@ def _on_virtual_too(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def _but_in_compiled_calls(plain: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the warning about calls without ``torch.compile``, so that compiled calls don't give it."""
+    """Wrap the warning about calls without ``torch.compile`` to skip it in compiled calls."""
 
     @functools.wraps(plain)
     def _warn_once(warning_id: str, *args: Any, **kwargs: Any) -> None:
@@ -58,7 +59,7 @@ def _but_in_compiled_calls(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 class _WithGradientLaidOutAlike(torch.autograd.Function):
-    """Returns the tensor itself; lays its gradient out in memory like the tensor, as the kernel does."""
+    """Identity function that lays out its gradient like the tensor, as the kernel does."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -79,7 +80,7 @@ def _order(strides: tuple[int, ...]) -> list[int]:
 
 
 def _by_formula(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute the operator behind ``flex_attention``: output, logsumexp and maxima."""
+    """Wrap the operator behind ``flex_attention``, which returns output, logsumexp and maxima."""
     from torch._higher_order_ops.flex_attention import _permute_strides, math_attention
 
     @functools.wraps(plain)

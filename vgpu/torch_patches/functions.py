@@ -1,9 +1,9 @@
-"""Functions and classes of torch that C++ handles without an operator, so that no dispatch sees them.
+"""Functions and classes in torch that C++ handles without an operator, so dispatch never sees them.
 
-``torch.accelerator`` is an example, and so are Generator, Stream and Event. A function belongs here if it
+Examples are ``torch.accelerator``, Generator, Stream and Event. A function belongs here if it
 compares or names devices, or checks a tensor's class, before it calls an operator. Operators
-(``torch.ops.aten``) and methods of tensors belong in ``vgpu/tensor``, and names of ``torch.vgpu`` in
-``device_module.py``.
+(``torch.ops.aten``) and tensor methods belong in ``vgpu/tensor``, and names in ``torch.vgpu``
+belong in ``device_module.py``.
 """
 
 import functools
@@ -41,7 +41,7 @@ _ALSO_IN_CPP = (
     (torch.autograd, "_engine_run_backward"),
 )
 
-# Functions behind torch.accelerator, whose C++ half knows one device, and no streams.
+# Functions behind torch.accelerator, whose C++ part knows only one device and no streams.
 _FUNCTIONS = {
     "_accelerator_getDeviceIndex": gpus.current_index,
     "_accelerator_setDeviceIndex": gpus.exchange_index,
@@ -56,7 +56,7 @@ _FUNCTIONS = {
     "_accelerator_getDeviceStats": device_module.memory_stats,
     "_accelerator_resetPeakStats": device_module.reset_peak_memory_stats,
 }
-# Classes of which C++ can't create an instance for a virtual GPU.
+# Classes that C++ can't instantiate for a virtual GPU.
 _CLASSES: dict[str, Callable[..., Any]] = {
     "Generator": generators.make_generator,
     "Stream": streams.make_stream,
@@ -66,7 +66,7 @@ _CLASSES: dict[str, Callable[..., Any]] = {
 
 def install(changes: Changes) -> None:
     _install_accelerator(changes)
-    constructors = _device_constructors()  # torch keeps the list of its first call
+    constructors = _device_constructors()  # torch caches the list from the first call
     for name, make in (("as_tensor", as_tensor), ("asarray", asarray)):
         changes.wrap_function(name, make, torch, for_classes=False)
         changes.add(constructors, getattr(torch, name))
@@ -80,7 +80,7 @@ def install(changes: Changes) -> None:
         changes.wrap_function(name, recurrent, torch, torch._VF)
     for owner, name in _ALSO_IN_CPP:
         changes.wrap(owner, name, naming_devices)
-    changes.append(_foreach_supported_types, VirtualTensor)  # tensor/shapes.py adds that of shapes
+    changes.append(_foreach_supported_types, VirtualTensor)  # tensor/shapes.py adds ShapeTensor
     for owner in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
         changes.wrap(owner, "_has_foreach_support", _of_plain_tensors)
     changes.wrap(torch._C, "_group_tensors_by_device_and_dtype", _grouping_by_name)
@@ -91,7 +91,7 @@ def _install_accelerator(changes: Changes) -> None:
         changes.set(torch._C, name, function)
     for name, make in _CLASSES.items():
         changes.wrap(torch, name, functools.partial(stand_in_for, make=make))
-    # torch asks for CUDA and MPS first; users who enable virtual GPUs want those.
+    # torch looks for CUDA and MPS first, but users who enable virtual GPUs expect it to find these.
     for module in (torch._utils, sys.modules["torch.nn.parallel.data_parallel"]):
         changes.set(module, "_get_available_device_type", lambda: gpus.DEVICE_TYPE)
     for name in ("amp", "memory", "nvtx", "random"):  # for "from torch.vgpu.amp import ..."
@@ -122,18 +122,18 @@ def stand_in_for(torch_class: Any, make: Callable[..., Any]) -> Any:
                 return issubclass(other, torch_class)
             return type.__subclasscheck__(cls, other)
 
-    # __module__ is where pickle finds it, not where torch's class is from.
+    # __module__ is where pickle finds the class, not where torch's class is defined.
     stand_in = Meta(torch_class.__name__, (torch_class,), {"__module__": "torch"})
     return stand_in
 
 
 def recurrent(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``torch.lstm`` and the like: autocast's cast, and device names in errors from C++."""
+    """Wrap ``torch.lstm`` and the like to apply autocast and name virtual devices in C++ errors."""
     return casting.recurrent(naming_devices(plain))
 
 
 def as_tensor(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap ``torch.as_tensor``: C++ would copy, because it compares C++ devices."""
+    """Wrap ``torch.as_tensor``: C++ would make a copy, because it compares C++ devices."""
 
     @functools.wraps(plain)
     def as_tensor(data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
@@ -158,7 +158,7 @@ def asarray(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def ctc_loss(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap ``torch.ctc_loss``: C++ copies lengths to the CPU for its own tensors only."""
+    """Wrap ``torch.ctc_loss``: C++ copies lengths to the CPU only for its own device types."""
 
     @functools.wraps(plain)
     def ctc_loss(log_probs: Any, targets: Any, *lengths: Any, **options: Any) -> torch.Tensor:
@@ -172,22 +172,22 @@ def ctc_loss(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def resize_storage(
     plain: Callable[..., torch.UntypedStorage],
 ) -> Callable[..., torch.UntypedStorage]:
-    """Wrap ``UntypedStorage.resize_``, so that it also updates the bytes of a virtual GPU."""
+    """Wrap ``UntypedStorage.resize_`` so that it also updates a virtual GPU's byte count."""
 
     @functools.wraps(plain)
     def resize_(storage: torch.UntypedStorage, size_bytes: int) -> torch.UntypedStorage:
         block: Block | None = getattr(storage, "_vgpu_block", None)
         if block is not None:
-            block.resize(size_bytes, "resize_")  # comes first, because it may not fit
+            block.resize(size_bytes, "resize_")  # first, because the new size may not fit
         return plain(storage, size_bytes)
 
     return resize_
 
 
 def without_size(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``__new__`` of a lazy module's parameters and buffers; raises RuntimeError on a virtual GPU.
+    """Wrap ``__new__`` of uninitialized parameters and buffers to reject virtual GPUs.
 
-    Moving such a module there raises torch's error: "Attempted to use an uninitialized parameter".
+    Moving a lazy module there raises torch's error: "Attempted to use an uninitialized parameter".
     """
 
     @functools.wraps(plain)
@@ -196,19 +196,19 @@ def without_size(plain: Callable[..., Any]) -> Callable[..., Any]:
         if gpus.resolve(device) is not None:
             raise RuntimeError(
                 f"a lazy module cannot be created on {device}, a virtual GPU: create it on the CPU, "
-                "call forward with a batch there, which initializes its parameters, then move it"
+                "call it with a batch there to initialize its parameters, then move it"
             )
         return plain(cls, *args, **kwargs)
 
     return __new__
 
 
-# Optimizers and gradient clipping are implemented with a loop and with ``torch._foreach_*``. By default,
-# they use the latter on a GPU, if the classes of all tensors are known.
+# Optimizers and gradient clipping have two implementations: a loop and ``torch._foreach_*``. By
+# default, they use the latter on a GPU if they know the classes of all tensors.
 
 
 def _of_plain_tensors(plain: Callable[..., bool]) -> Callable[..., bool]:
-    """Wrap the check whether torch uses ``foreach`` for tensors by default.
+    """Wrap the check for whether torch uses ``foreach`` for tensors by default.
 
     Gradient clipping uses it for plain tensors, such as gradients, but not for Parameters; here, both
     are VirtualTensors.
@@ -227,7 +227,7 @@ def _is_plain(tensor: object) -> bool:
 
 
 def _grouping_by_name(plain: Callable[..., dict[Any, Any]]) -> Callable[..., dict[Any, Any]]:
-    """Wrap the grouping of tensors for ``foreach``, whose keys are C++ devices."""
+    """Wrap the grouping of tensors for ``foreach``, whose keys have the C++ names of devices."""
 
     @functools.wraps(plain)
     def grouped(*args: Any, **kwargs: Any) -> dict[Any, Any]:

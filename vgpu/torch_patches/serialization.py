@@ -1,12 +1,13 @@
 """Save and load tensors on virtual GPUs, and send them to other processes.
 
-Files have the format of CUDA's checkpoints: storages are tagged with their device (``vgpu:1``), so
-``map_location`` and ``weights_only=True`` work as usual, and a file can be read without this package if it's
-mapped to the CPU. A storage itself can't be on a virtual GPU: when it's loaded, it's marked, and tensors that
-are rebuilt from it are wrapped.
+Files have the same format as CUDA checkpoints: storages are tagged with their device (``vgpu:1``),
+so ``map_location`` and ``weights_only=True`` work as usual, and a file can be read without this
+package if it's mapped to the CPU. A storage itself can't be on a virtual GPU, so a loaded storage
+is marked, and tensors that are rebuilt from it are wrapped.
 
-With torch.multiprocessing, as with CUDA, a tensor arrives on the device that it was sent from, and shares its
-memory with the sender. The receiving process must have enabled virtual GPUs, and counts the bytes as its own.
+With torch.multiprocessing, as with CUDA, a tensor arrives on the device that it was sent from, and
+shares memory with the sender's tensor. The receiving process must have enabled virtual GPUs, and
+counts the bytes as its own.
 """
 
 import copyreg
@@ -39,7 +40,7 @@ def install(changes: Changes) -> None:
 
 
 def reduce(tensor: VirtualTensor) -> tuple[Any, ...]:
-    """Return, for ``__reduce_ex__``, torch's own function to rebuild the tensor, and its arguments."""
+    """Return torch's function to rebuild the tensor, and its arguments, for ``__reduce_ex__``."""
     warn_if_has_hooks(tensor)
     state = {k: v for k, v in vars(tensor).items() if k not in OWN_ATTRIBUTES}
     if isinstance(tensor, torch.nn.Parameter):
@@ -68,12 +69,12 @@ copyreg.pickle(VirtualTensor, reduce)
 
 
 def tag(storage: Any) -> str | None:
-    """Return the device tag for a storage; None if it isn't on a virtual GPU."""
+    """Return the device tag for a storage, or None if it isn't on a virtual GPU."""
     return getattr(storage, "_vgpu_location", None)
 
 
 def restore(storage: Any, location: str) -> Any:
-    """Mark a loaded storage with the device of its tag or ``map_location``."""
+    """Mark a loaded storage with the virtual GPU from its tag or ``map_location``."""
     if location.partition(":")[0] != gpus.DEVICE_TYPE:
         return None
     device = torch.serialization._validate_device(location, gpus.DEVICE_TYPE)
@@ -82,7 +83,7 @@ def restore(storage: Any, location: str) -> Any:
 
 
 def wrapping(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``torch._utils._rebuild_tensor``, so that it puts tensors of marked storages on their GPU.
+    """Wrap ``torch._utils._rebuild_tensor`` to put tensors with a marked storage on its GPU.
 
     ``copy.copy`` calls it with the storage of a virtual tensor, whose block knows the GPU.
     """
@@ -102,7 +103,7 @@ def wrapping(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reduce_tensor(tensor: VirtualTensor) -> tuple[Any, ...]:
-    """Return a function that rebuilds a tensor in the process that receives it, and its arguments."""
+    """Return a function that rebuilds a tensor in the receiving process, and its arguments."""
     if tensor.requires_grad and not tensor.is_leaf:
         raise RuntimeError(
             "Cowardly refusing to serialize non-leaf tensor which requires_grad, since autograd "
@@ -145,7 +146,7 @@ def _as_sent(tensor: torch.Tensor, requires_grad: bool, is_parameter: bool) -> t
 def reduce_storage(storage: torch.UntypedStorage) -> Any:
     """Call ``torch.multiprocessing``'s own function.
 
-    Raises RuntimeError for the storage of a virtual tensor, which would arrive as one on the CPU.
+    Raises RuntimeError for the storage of a virtual tensor, which would arrive on the CPU.
     """
     if hasattr(storage, "_vgpu_block"):
         raise RuntimeError(

@@ -1,7 +1,7 @@
-"""Replaces names in torch, and undoes that.
+"""Replace names in torch, and undo the replacements.
 
-Each file that replaces something in torch has a function ``install(changes)``; ``backend.py`` calls all of
-them, and reverts everything when virtual GPUs are disabled.
+Each file that replaces something in torch has an ``install(changes)`` function; ``backend.py``
+calls all of them, and reverts all changes when virtual GPUs are disabled.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class Changes(contextlib.ExitStack):
             self.callback(setattr, owner, name, before)
 
     def wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace an attribute by ``make(attribute)``."""
+        """Replace an attribute with ``make(attribute)``."""
         if not self._lacks(owner, name):
             self.set(owner, name, make(getattr(owner, name)))
 
@@ -58,7 +58,7 @@ class Changes(contextlib.ExitStack):
     ) -> None:
         """Replace a function in all modules that have it; ``__torch_function__`` can still override it.
 
-        ``__torch_function__`` gets the new function, the same that the modules have, so it can compare
+        ``__torch_function__`` gets the same new function that the modules have, so it can compare
         the two. Without ``for_classes``, only modes can override it, as with the functions in
         torch.overrides.get_ignored_functions.
         """
@@ -78,7 +78,7 @@ class Changes(contextlib.ExitStack):
             self.set(owner, name, public)
 
     def item(self, table: dict[Any, Any], key: object, value: object) -> None:
-        """Replace an entry of a dict, or add it."""
+        """Replace or add an entry in a dict."""
         before = table.get(key, _MISSING)
         table[key] = value
         if before is _MISSING:
@@ -87,7 +87,7 @@ class Changes(contextlib.ExitStack):
             self.callback(table.__setitem__, key, before)
 
     def append(self, items: list[Any], value: object) -> None:
-        """Append to a list, to which other code may append, too."""
+        """Append to a list to which other code may append, too."""
         items.append(value)
         self.callback(items.remove, value)
 
@@ -103,7 +103,7 @@ class Changes(contextlib.ExitStack):
         return library
 
     def when_imported(self, name: str, change: Callable[[ModuleType, "Changes"], None]) -> None:
-        """Call ``change(module, changes)`` now, or as soon as a module has been imported.
+        """Call ``change(module, changes)`` now, or as soon as the module has been imported.
 
         DTensor and FSDP take a second to import, and most programs never use them.
         """
@@ -122,7 +122,7 @@ class Changes(contextlib.ExitStack):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as Python would, and calls ``then`` once it has run."""
+    """Finder for one module that calls ``then`` once the module's code has run."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name = name

@@ -101,7 +101,7 @@ def test_tensors_of_two_hosts_cannot_be_mixed(shapes):
         block = vgpu.shapes_only() if shapes else contextlib.nullcontext()
         with vgpu.cluster(hosts=1, gpus_per_host=2), block:
             there = torch.ones(3, device="vgpu:0")
-            words = r"add got tensors of two hosts: other, of size \[3\], is on vgpu:0"
+            words = r"add got tensors from two hosts: other, of size \[3\], is on vgpu:0"
             with pytest.raises(RuntimeError, match=words):
                 here + there
             assert (here.cpu().to("vgpu:0") + there).shape == (3,)
