@@ -245,7 +245,7 @@ def _expect_model_on(model: nn.Module, device: torch.device) -> None:
             "and no optimizer trains a buffer.",
         )
     places = {name: str(t.device) for name, t in {**parameters, **buffers}.items()}
-    hint = "The whole model stays on the device: move it, not its pieces."
+    hint = "The entire model must be on the device: move it, not its pieces."
     expect_equal(places, dict.fromkeys(places, str(device)), hint=hint)
 
 

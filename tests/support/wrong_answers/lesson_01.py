@@ -161,7 +161,7 @@ WRONG = {
         # No error any more, since everything stays on the CPU.
         (
             _script(**_ON_THE_CPU, last="return loss.detach().numpy()"),
-            "The whole model stays on the device",
+            "The entire model must be on the device",
         ),
         # Computed on the CPU, and moved afterwards for show.
         (
