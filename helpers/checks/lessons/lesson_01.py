@@ -46,7 +46,7 @@ def check_to_device(to_device: Callable[[Any, torch.device], Any]) -> dict[str, 
             if _shape_of(batch) != untouched:
                 raise Wrong(
                     yours="the batch that was passed in has changed",
-                    expected="the batch as it was, and a new batch returned",
+                    expected="the batch unchanged, and a new one returned",
                     hint="Build new containers; don't write into the old ones.",
                 )
             _compare(moved, batch, far, "batch")
@@ -71,7 +71,7 @@ _CONTAINERS = (
 
 
 def _batches(near: torch.device, far: torch.device) -> Iterator[Any]:
-    """Batches from simple to odd, with fresh values; some tensors are already on ``far``."""
+    """Yield batches from simple to unusual, with random values; some tensors are already on ``far``."""
 
     def tensor(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
         shape = (random.randint(2, 5), random.randint(2, 5))
@@ -197,7 +197,7 @@ def check_repaired(answer: Any) -> dict[str, Any]:
         with for_input(given):
             loss = run(model, images, labels, device)
             _expect_model_on(model, device)
-            where = f"{given}; where the linear layer ran, call by call"
+            where = f"{given}; the device of each call to the linear layer"
             hint = "The model runs once, on the requested device."
             expect_equal(seen, [device], given=where, hint=hint)
             if not isinstance(loss, (np.ndarray, np.floating)):
@@ -224,7 +224,7 @@ def _two_callables(answer: Any) -> tuple[Any, Any]:
 
 
 def _reference_loss(model: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The loss of the script in exercise 1.2, computed on the CPU from the model's weights."""
+    """Return the loss from exercise 1.2's script, computed on the CPU from the model's weights."""
     weight, bias = model.linear.weight.detach(), model.linear.bias.detach()
     logits = F.linear(images - 0.5, weight, bias)
     return F.cross_entropy(logits, labels, weight=torch.tensor([1.0, 2.0, 1.0]))
@@ -240,7 +240,7 @@ def _expect_model_on(model: nn.Module, device: torch.device) -> None:
     if kind:
         raise Wrong(
             yours=f"mean is {kind}",
-            expected="mean is a buffer of the model",
+            expected="mean is a buffer in the model",
             hint="self.register_buffer('mean', tensor): module.to() moves parameters and buffers, "
             "and no optimizer trains a buffer.",
         )
@@ -286,7 +286,7 @@ def _spell(visible: str | None) -> str:
 
 
 def _as_torch_counts(visible: str | None, cards: int) -> list[int]:
-    """The physical card behind each ordinal, as PyTorch itself reads the variable."""
+    """Return the physical card behind each ordinal, as PyTorch itself reads the variable."""
     with _machine(visible, cards):
         count = torch.cuda._device_count_nvml()
         return [torch.cuda._get_nvml_device_index(ordinal) for ordinal in range(count)]

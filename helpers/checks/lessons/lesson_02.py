@@ -20,7 +20,7 @@ Batches = list[tuple[torch.Tensor, torch.Tensor]]
 def loss_today(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
     size, classes, batch = (int(torch.randint(3, 9, ())) for _ in range(3))
     weight = torch.randn(size, classes, dtype=torch.float64) * 0.3
-    weight[:, 0] /= 100  # class 0 is weak in every image, so that something is always clipped
+    weight[:, 0] /= 100  # class 0 is weak in every image, so some values are always clipped
     weight.requires_grad_()
     images = torch.rand(batch + 4, size, dtype=torch.float64) * 5
     images[0, 0] = -6  # the value with the largest magnitude is negative
@@ -216,7 +216,7 @@ def _expect_backbone_untouched(backbone: WatchedScores) -> None:
         )
     if not all(parameter.requires_grad for parameter in backbone.parameters()):
         raise Wrong(
-            yours="parameters of the backbone that no longer require a gradient",
+            yours="backbone parameters that no longer require gradients",
             expected="parameters as before the call",
             hint="requires_grad_(False) changes the caller's network for good.",
         )

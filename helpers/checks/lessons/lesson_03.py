@@ -19,7 +19,7 @@ from helpers.checks.watchers import CLASSES, FEATURES, Augmented, ReadBacks, Tra
 
 
 def _items(short: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Random inputs, labels and a batch size; with ``short``, the last batch is shorter."""
+    """Return random inputs, labels and a batch size; with ``short``, the last batch is shorter."""
     batch_size = random.randint(5, 9)
     count = batch_size * random.randint(4, 6) + (random.randint(1, 2) if short else 0)
     return torch.randn(count, FEATURES), torch.randint(CLASSES, (count,)), batch_size
@@ -273,7 +273,7 @@ def _compare_epoch(part: Trainer, whole: Trainer, done: int, ends: int, given: s
                 "The right items in a different order. Set loader.generator back to `order` before "
                 "you iterate."
             )
-        given = f"the items of the batches; {given}"
+        given = f"the items in the batches; {given}"
         raise Wrong(yours=part.items, expected=expected, given=given, hint=hint)
     hint = (
         "The right items with different noise. Skipping batches drew from torch's CPU random "

@@ -12,7 +12,7 @@ from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for
 
 
 def _sizes(batch_size: int, gpu_count: int) -> list[int]:
-    """The sizes from ``torch.chunk``, which scatter uses."""
+    """Return the sizes from ``torch.chunk``, which scatter uses."""
     return [len(chunk) for chunk in torch.empty(batch_size).chunk(gpu_count)]
 
 
