@@ -71,7 +71,7 @@ _CONTAINERS = (
 
 
 def _batches(near: torch.device, far: torch.device) -> Iterator[Any]:
-    """Yield batches from simple to unusual, with random values; some tensors are already on ``far``."""
+    """Yield batches from simple to unusual, with random values; some tensors are on ``far``."""
 
     def tensor(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
         shape = (random.randint(2, 5), random.randint(2, 5))

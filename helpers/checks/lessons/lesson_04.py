@@ -117,10 +117,11 @@ def other_dimension(
         expect_equal([shape for _, shape in seen], [whole] * len(gpus), hint=hint)
         hint = "The output differs from a single GPU's."
         expect_close(yours.cpu(), expected, hint=hint, rtol=0, atol=_TF32)
+    off = (yours.cpu() - expected).abs().max().item()
     return {
         "input": given,
         "each GPU saw": ", ".join(f"{shape} on {device}" for device, shape in seen),
-        "largest difference from a single GPU": f"{(yours.cpu() - expected).abs().max().item():.1e}",
+        "largest difference from a single GPU": f"{off:.1e}",
     }
 
 

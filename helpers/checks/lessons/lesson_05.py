@@ -202,13 +202,13 @@ def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
             hint = "The full batch's outputs are on GPU 0. Return the loss from forward."
             if len(ran_on) > len(gpus):
                 hint = (
-                    f"{len(ran_on)} forward passes in one step: gradients or graphs from earlier ones "
-                    "stay allocated while later ones run. One forward pass per GPU is enough."
+                    f"{len(ran_on)} forward passes in one step: gradients or graphs from earlier "
+                    "ones stay allocated while later ones run. One forward pass per GPU is enough."
                 )
             elif peaks[1] > 1.1 * lean[1]:
                 hint = (
-                    "Each GPU holds more than it needs: something still refers to its outputs while "
-                    "backward runs. Compute the loss in forward, which releases them."
+                    "Each GPU holds more than it needs: something still refers to its outputs "
+                    "while backward runs. Compute the loss in forward, which releases them."
                 )
             on_each = zip(gpus, peaks, strict=True)
             raise Wrong(
@@ -218,12 +218,13 @@ def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
             )
     return {
         **{f"your peak on {g}": format_bytes(p) for g, p in zip(gpus, peaks, strict=True)},
-        "budget": f"{format_bytes(budget)}; with outputs gathered, the peak is {format_bytes(usual)}",
+        "budget": f"{format_bytes(budget)}; with outputs gathered, the peak is "
+        f"{format_bytes(usual)}",
     }
 
 
 def _judge_mean_gradients(module: nn.Module, single: nn.Module) -> None:
-    """Raise Wrong unless the gradients are close to the mean loss's; the summation order differs."""
+    """Raise Wrong unless the gradients are close to the mean loss's; summation order differs."""
     for (name, mine), theirs in zip(module.named_parameters(), single.parameters(), strict=True):
         hint = f"The gradient of {name} differs from that of the mean loss over the full batch."
         if mine.grad is None:

@@ -129,10 +129,16 @@ def _hint_for_mean(
             "This is the mean of the ranks' means: it counts a short shard as much as a long one."
         )
     if near(means.nan_to_num().mean()):
-        return "A rank without values must not count, and a short shard must count less than a long one."
+        return (
+            "A rank without values must not count, and a short shard must count less than a long "
+            "one."
+        )
     if near(means[rank]) or near(shards[rank].sum()):
         if talked:
-            return "This is the rank's own value, although the ranks communicated: return the result instead."
+            return (
+                "This is the rank's own value, although the ranks communicated: return the result "
+                "instead."
+            )
         return "This is the rank's own value: the ranks have to communicate."
     if near(torch.cat(shards).sum()):
         return "This is the sum of all values: divide by how many there are across all ranks."
@@ -180,7 +186,10 @@ def _hint_for_ring(yours: Any, total: torch.Tensor, own: torch.Tensor, ranks: in
     if not isinstance(yours, torch.Tensor) or yours.shape != total.shape:
         return "Return the full tensor, with the sum in it, on every rank."
     if torch.equal(yours, own):
-        return "This is still the rank's own tensor: a chunk from tensor_split is a view; write into it."
+        return (
+            "This is still the rank's own tensor: a chunk from tensor_split is a view, so write "
+            "into it."
+        )
     if (yours >= total).all():
         return (
             "Values were added more than once: in the last n - 1 steps, what arrives replaces "
@@ -199,8 +208,8 @@ def _hint_for_ring(yours: Any, total: torch.Tensor, own: torch.Tensor, ranks: in
 def find_the_rank_that_hangs(never_came: Any) -> dict[str, Any]:
     given = "train_until with some_losses and the limit 0.3"
     hint = (
-        "Run train_until with a short timeout_s: the last line of the message says which rank never "
-        "came."
+        "Run train_until with a short timeout_s: the last line of the message says which rank "
+        "never came."
     )
     if isinstance(never_came, bool) or not isinstance(never_came, int):
         expected = "a rank: an int, counted from 0"
@@ -245,7 +254,7 @@ def stop_together(repaired: Callable[..., list[float]]) -> dict[str, Any]:
     return {
         "your averages": [round(average, 3) for average in yours],
         "collectives on each rank": len(calls),
-        "stopped": f"all {ranks} ranks together, though rank {early}'s loss fell below {limit} first",
+        "stopped": f"all {ranks} ranks together, though rank {early} fell below {limit} first",
     }
 
 
@@ -278,7 +287,7 @@ def _two_falling_to_the_limit(early: int, limit: float) -> list[list[float]]:
 
 
 def _falling_losses(ranks: int, early: int, limit: float) -> list[list[float]]:
-    """Return seven falling losses per rank; rank ``early`` is below the limit before the average."""
+    """Return seven falling losses per rank; ``early`` falls below the limit before the average."""
     end = random.choice((3, 4))
     losses = []
     for _ in range(ranks):
