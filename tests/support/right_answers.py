@@ -65,9 +65,9 @@ def load_any(model, state):
     names = bare.state_dict().keys()
     if state.keys() == names:
         bare.load_state_dict(state)
-        return "prefix added" if wrapped else "as it is"
+        return "prefix added" if wrapped else "as is"
     bare.load_state_dict({name.removeprefix("module."): t for name, t in state.items()})
-    return "as it is" if wrapped else "prefix removed"
+    return "as is" if wrapped else "prefix removed"
 """,
     ],
     "8.2": [

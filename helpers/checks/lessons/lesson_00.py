@@ -1,4 +1,4 @@
-"""Checks of lesson 00."""
+"""Checks for lesson 00."""
 
 import math
 import random
@@ -22,11 +22,11 @@ def largest_share(answer: Callable[[int, int], int]) -> dict[str, Any]:
     uneven = (even * 8 + random.randint(1, 7), 8)
     drawn = [(random.randint(1, 100), random.randint(1, 8)) for _ in range(20)]
     for batch_size, gpu_count in [uneven, *drawn]:
-        hint = "Nothing may be left over: a share is rounded up if the batch doesn't divide evenly."
+        hint = "No image may be left over: shares are rounded up unless the batch divides evenly."
         _expect_share(answer, batch_size, gpu_count, hint)
     yours = answer(even * 8, 8)
     if not isinstance(yours, int):
-        hint = "The number is right; make it a whole number (an int), since it counts images."
+        hint = "The value is right, but return an int, since it counts images."
         raise Wrong(yours=yours, expected=even, given=f"a batch of {even * 8} on 8 GPUs", hint=hint)
     return {
         "your largest share": f"{answer(100, 8)} of 100 images on 8 GPUs",
@@ -40,9 +40,9 @@ def _expect_share(
     with for_input(f"a batch of {batch_size} on {gpu_count} GPUs"):
         share = answer(batch_size, gpu_count)
         if share is None:
-            hint = "None is what a function without a return gives: return the number."
+            hint = "A function without a return statement returns None: return the number."
         elif isinstance(share, str):
-            hint = "This is text: return the number itself."
+            hint = "This is a string: return the number itself."
         elif isinstance(share, torch.Tensor):
-            hint = "This is a tensor: return a whole number (an int), since it counts images."
+            hint = "This is a tensor: return an int, since it counts images."
         expect_equal(share, math.ceil(batch_size / gpu_count), hint=hint)

@@ -1,4 +1,4 @@
-"""Checks of lesson 01: nested batches, a script with device bugs, visible devices."""
+"""Checks for lesson 01: nested batches, a script with device bugs, visible devices."""
 
 import os
 import random
@@ -22,16 +22,16 @@ Sample = namedtuple("Sample", "image label")
 
 
 class Clip:
-    """Not a tensor, although it has a ``to``."""
+    """Not a tensor, although it has a ``to`` method."""
 
     def to(self, _: Any) -> "Clip":
         return Clip()
 
     def __repr__(self) -> str:
-        return "<clip with a method to>"
+        return "<clip with a to() method>"
 
 
-@exercise("1.1", "A batch to its device")
+@exercise("1.1", "Move a batch to a device")
 def check_to_device(to_device: Callable[[Any, torch.device], Any]) -> dict[str, Any]:
     near, far = devices.lab(2)
     copied = asked = 0
@@ -46,7 +46,7 @@ def check_to_device(to_device: Callable[[Any, torch.device], Any]) -> dict[str, 
             if _shape_of(batch) != untouched:
                 raise Wrong(
                     yours="the batch that was passed in has changed",
-                    expected="the batch as it was, and a new one",
+                    expected="the batch unchanged, and a new one returned",
                     hint="Build new containers; don't write into the old ones.",
                 )
             _compare(moved, batch, far, "batch")
@@ -63,7 +63,7 @@ def check_to_device(to_device: Callable[[Any, torch.device], Any]) -> dict[str, 
     }
 
 
-_TENSOR = "Move a tensor to the device that your function was given: tensor.to(device)."
+_TENSOR = "Move a tensor to the device that was passed to your function: tensor.to(device)."
 _CONTAINERS = (
     "First check what the batch is: a tensor, a dict, a namedtuple, a list, a tuple, or "
     "something else, which you return unchanged."
@@ -71,7 +71,7 @@ _CONTAINERS = (
 
 
 def _batches(near: torch.device, far: torch.device) -> Iterator[Any]:
-    """Batches from simple to odd, with fresh values; some tensors are already on ``far``."""
+    """Yield batches from simple to unusual, with random values; some tensors are on ``far``."""
 
     def tensor(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
         shape = (random.randint(2, 5), random.randint(2, 5))
@@ -119,7 +119,7 @@ def _compare(yours: Any, given: Any, device: torch.device, place: str) -> None:
         raise Wrong(
             yours=f"{place}: {describe(yours)}",
             expected=f"{place}: {describe(given)}, the same object",
-            hint="Return anything that is neither a tensor nor a container unchanged.",
+            hint="If something is neither a tensor nor a container, return it unchanged.",
         )
 
 
@@ -131,15 +131,15 @@ def _compare_tensor(yours: Any, given: torch.Tensor, device: torch.device, place
             expected=f"{place}: a tensor on {device}",
             hint=".to() returns the moved tensor; keep what it returns."
             if yours is given
-            else "Every tensor goes to the device that your function was given.",
+            else "Every tensor goes to the device that was passed to your function.",
         )
     if given.device == device and yours is not given:
         raise Wrong(
             yours=f"{place}: a copy",
             expected=f"{place}: the same tensor, which is already on {device}",
-            hint="For a tensor that's already on the device, .to(device) returns it.",
+            hint="If a tensor is already on the device, .to(device) returns that tensor.",
         )
-    hint = f"The values of {place} have changed along the way; move them, and do nothing else."
+    hint = f"The values of {place} have changed along the way; move them, but do nothing else."
     expect_close(yours.cpu(), given.cpu(), hint=hint, rtol=0, atol=0)
 
 
@@ -158,7 +158,7 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def _shape_of(batch: Any) -> Any:
-    """The identity of everything in a batch, to detect whether it was modified."""
+    """The ids of all objects in a batch, to detect whether it was modified."""
     if isinstance(batch, (list, tuple)):
         return [id(batch), *map(_shape_of, batch)]
     if isinstance(batch, dict):
@@ -167,7 +167,7 @@ def _shape_of(batch: Any) -> Any:
 
 
 def _sketch(batch: Any) -> str:
-    """A batch in one short line; of tensors, it shows only the device."""
+    """A batch on one short line, which shows only the device of each tensor."""
     if isinstance(batch, torch.Tensor):
         return f"<{batch.device}>"
     if isinstance(batch, dict):
@@ -197,7 +197,7 @@ def check_repaired(answer: Any) -> dict[str, Any]:
         with for_input(given):
             loss = run(model, images, labels, device)
             _expect_model_on(model, device)
-            where = f"{given}; where the linear layer ran, call by call"
+            where = f"{given}; the device of each call to the linear layer"
             hint = "The model runs once, on the requested device."
             expect_equal(seen, [device], given=where, hint=hint)
             if not isinstance(loss, (np.ndarray, np.floating)):
@@ -224,7 +224,7 @@ def _two_callables(answer: Any) -> tuple[Any, Any]:
 
 
 def _reference_loss(model: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The loss of the script of exercise 1.2, computed on the CPU from the model's weights."""
+    """Return the loss from exercise 1.2's script, computed on the CPU from the model's weights."""
     weight, bias = model.linear.weight.detach(), model.linear.bias.detach()
     logits = F.linear(images - 0.5, weight, bias)
     return F.cross_entropy(logits, labels, weight=torch.tensor([1.0, 2.0, 1.0]))
@@ -240,12 +240,12 @@ def _expect_model_on(model: nn.Module, device: torch.device) -> None:
     if kind:
         raise Wrong(
             yours=f"mean is {kind}",
-            expected="mean is a buffer of the model",
+            expected="mean is a buffer in the model",
             hint="self.register_buffer('mean', tensor): module.to() moves parameters and buffers, "
             "and no optimizer trains a buffer.",
         )
     places = {name: str(t.device) for name, t in {**parameters, **buffers}.items()}
-    hint = "The whole model stays on the device: move it, not its pieces."
+    hint = "The entire model must be on the device: move it, not its pieces."
     expect_equal(places, dict.fromkeys(places, str(device)), hint=hint)
 
 
@@ -262,25 +262,23 @@ def check_physical(physical: Callable[[str | None, int, int], int | None]) -> di
                     expect_equal(physical(visible, ordinal, cards), right)
                 asked += 1
     return {
-        "your answers": f"{asked} of {asked} as PyTorch reads the variable",
-        "among them": "lists in any order, an empty and an unset variable",
+        "your answers": f"{asked} of {asked} match PyTorch's reading of the variable",
+        "among them": "lists in any order, an empty variable, and an unset one",
     }
 
 
 def _settings() -> Iterator[tuple[str | None, int, str]]:
-    """Fresh values of the variable, a number of cards, and a hint for each kind of value."""
+    """Yield random values of the variable, each with a number of cards and a hint."""
     cards = random.randint(3, 12)
     order = random.sample(range(cards), random.randint(2, cards - 1))
 
     def spelled(numbers: list[int]) -> str:
         return ",".join(map(str, numbers))
 
-    hint = (
-        "The ordinal is a position in the list, counted from 0; past its end there's no GPU: None."
-    )
+    hint = "The ordinal is a position in the list, counted from 0; past its end, return None."
     yield spelled(order), cards, hint
-    yield None, cards, "None stands for a variable that isn't set: every card, in order."
-    yield "", cards, "A variable that is set, but empty, hides every card."
+    yield None, cards, "None means that the variable isn't set: every card is visible, in order."
+    yield "", cards, "A variable that's set but empty hides every card."
 
 
 def _spell(visible: str | None) -> str:
@@ -288,7 +286,7 @@ def _spell(visible: str | None) -> str:
 
 
 def _as_torch_counts(visible: str | None, cards: int) -> list[int]:
-    """The physical card behind each ordinal, by PyTorch's own reading of the variable."""
+    """Return the physical card behind each ordinal, as PyTorch itself reads the variable."""
     with _machine(visible, cards):
         count = torch.cuda._device_count_nvml()
         return [torch.cuda._get_nvml_device_index(ordinal) for ordinal in range(count)]

@@ -1,4 +1,4 @@
-"""Checks of lesson 02: a silent wrong gradient, a meter without a graph, a head to train."""
+"""Checks for lesson 02: a silent wrong gradient, a meter without a graph, a head to train."""
 
 import gc
 from collections.abc import Callable
@@ -20,10 +20,10 @@ Batches = list[tuple[torch.Tensor, torch.Tensor]]
 def loss_today(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
     size, classes, batch = (int(torch.randint(3, 9, ())) for _ in range(3))
     weight = torch.randn(size, classes, dtype=torch.float64) * 0.3
-    weight[:, 0] /= 100  # class 0 is weak in every image, so that something is always clipped
+    weight[:, 0] /= 100  # class 0 is weak in every image, so some values are always clipped
     weight.requires_grad_()
     images = torch.rand(batch + 4, size, dtype=torch.float64) * 5
-    images[0, 0] = -6  # the largest is below 0
+    images[0, 0] = -6  # the value with the largest magnitude is negative
     labels = torch.randint(classes, (batch + 4,))
     given = f"weight {tuple(weight.shape)}, images {tuple(images.shape)}, all random"
     right, right_gradient = _value_and_gradient(_right_loss, weight, images, labels)
@@ -37,7 +37,7 @@ def loss_today(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
             raise Wrong(yours=loss, expected="a 0-dim tensor", hint="Return the loss itself.")
         for yours, expected in zip((weight.detach(), images), before, strict=True):
             expect_equal(yours, expected, hint=_EDITED)
-        hint = "The value must stay what loss_2017 returns, for images below 0 as well. Only its "
+        hint = "Return the same value as loss_2017, for negative pixel values as well. Only its "
         expect_close(loss.detach(), right, hint=hint + "gradient was wrong.")
         gradient = _gradient_of(loss, weight)
         hint = "The gradient of weight is wrong."
@@ -45,19 +45,17 @@ def loss_today(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
             hint = "This is still the gradient of loss_2017: one edit is hidden from autograd."
         elif torch.allclose(gradient, copied_gradient):
             hint += (
-                " A replaced value passes no gradient to it, but the edit is hidden from autograd."
+                " A replaced value must pass no gradient on, but the edit is hidden from autograd."
             )
         expect_close(gradient, right_gradient, hint=hint)
     before_off, off = ((g - right_gradient).abs().max() for g in (hidden_gradient, gradient))
     return {
-        "your gradient": f"at most {off:.1g} from the correct one",
-        "loss_2017's": f"at most {before_off:.1g} from it",
+        "your gradient": f"off by at most {off:.1g}",
+        "loss_2017's": f"off by at most {before_off:.1g}",
     }
 
 
-_EDITED = (
-    "Your function changed its arguments in place. The caller's tensors must stay as they are."
-)
+_EDITED = "Your function changed its arguments in place. The caller's tensors must stay unchanged."
 
 
 def _gradient_of(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -91,7 +89,7 @@ def _silent_loss(weight: torch.Tensor, images: torch.Tensor, labels: torch.Tenso
 
 def _copied_loss(weight: torch.Tensor, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     hidden = torch.tanh(images / images.abs().max() @ weight).clone()
-    hidden.data[hidden.data.abs() < 0.1] = 0  # of the copy: tanh keeps its own result
+    hidden.data[hidden.data.abs() < 0.1] = 0  # edits the copy: tanh keeps its own result
     return F.cross_entropy(hidden, labels)
 
 
@@ -116,7 +114,7 @@ def running_mean(answer: Callable[[], Any]) -> dict[str, Any]:
         held = _feed(answer, weight, counts)
         if held:
             raise Wrong(
-                yours=f"{format_bytes(held)} that autograd saved are alive after the updates",
+                yours=f"{format_bytes(held)} saved by autograd, still alive after the updates",
                 expected="0 B",
                 hint="The meter still holds a tensor with history. Take its value: .item() or "
                 ".detach().",
@@ -125,7 +123,7 @@ def running_mean(answer: Callable[[], Any]) -> dict[str, Any]:
 
 
 def _feed(answer: Callable[[], Any], weight: torch.Tensor, counts: list[int]) -> int:
-    """Update a meter with losses, and a second one in turn; returns the bytes that are kept."""
+    """Update two meters alternately; return how many bytes of saved tensors the first one keeps."""
     meter, other = answer(), answer()
     total = 0.0
     with SavedTensors(ignore=[weight]) as saved:
@@ -140,8 +138,8 @@ def _feed(answer: Callable[[], Any], weight: torch.Tensor, counts: list[int]) ->
             del loss
         gc.collect()
         held = saved.live_bytes()
-    given = "a second meter, updated in turn with the first"
-    hint = "Two meters share their sums. Create them in __init__, not in the class."
+    given = "a second meter, updated alternately with the first"
+    hint = "Two meters share their sums. Create the sums in __init__, not in the class body."
     expect_close(other.mean(), 1.5, given=given, hint=hint)
     return held
 
@@ -162,7 +160,7 @@ def _expect_untouched(loss: torch.Tensor, value: float, weight: torch.Tensor) ->
 def _expect_mean(yours: Any, expected: float, counts: list[int]) -> None:
     given = f"batches of {', '.join(map(str, counts))} samples"
     if type(yours) is not float:
-        hint = "mean() returns a Python number, not a tensor: .item() makes one."
+        hint = "mean() must return a Python float, not a tensor: use .item()."
         raise Wrong(yours=yours, expected=expected, given=given, hint=hint)
     hint = "Weight each batch's mean by its count, and divide by the sum of all counts so far."
     expect_close(yours, expected, given=given, rtol=1e-4, atol=1e-6, hint=hint)
@@ -177,13 +175,13 @@ def head_loss(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
     right = torch.autograd.grad(expected, head.weight)[0]
     backbone.seen.clear()
 
-    hint = "Backward needs the head's input, and inference_mode's tensors can't be saved for it."
-    with for_input(f"{batch} images of {size} numbers, {width} features, {classes} classes", hint):
+    hint = "Backward needs the head's input, and inference tensors can't be saved for backward."
+    with for_input(f"{batch} images of {size} pixels, {width} features, {classes} classes", hint):
         loss = _with_recording_restored(answer, backbone, head, images, labels)
         if not isinstance(loss, torch.Tensor) or loss.dim():
             raise Wrong(yours=loss, expected="a 0-dim tensor", hint="Return the loss itself.")
         _expect_backbone_untouched(backbone)
-        hint = "The loss is that of head(backbone(images))."
+        hint = "Return the cross-entropy of head(backbone(images))."
         expect_close(loss.detach(), expected.detach(), hint=hint)
         if not loss.requires_grad:
             raise Wrong(
@@ -193,7 +191,7 @@ def head_loss(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
             )
         loss.backward()
         expect_close(head.weight.grad, right, hint="The gradient of the head's weight is wrong.")
-    return {"your graph": "only the head's", "graphs in the backbone": "0, the budget"}
+    return {"your graph": "only the head's", "graphs in the backbone": "0, as required"}
 
 
 def _with_recording_restored(answer: Callable[..., Any], *given: Any) -> Any:
@@ -204,7 +202,7 @@ def _with_recording_restored(answer: Callable[..., Any], *given: Any) -> Any:
                 yours="recording is still off after the call",
                 expected="recording is on again",
                 hint="set_grad_enabled(False), called as a function, stays in effect. Use it, or "
-                "no_grad, in a `with`.",
+                "no_grad, in a `with` statement.",
             )
     finally:
         torch.set_grad_enabled(True)
@@ -214,11 +212,11 @@ def _with_recording_restored(answer: Callable[..., Any], *given: Any) -> Any:
 def _expect_backbone_untouched(backbone: WatchedScores) -> None:
     if len(backbone.seen) != 1:
         raise Wrong(
-            yours=f"{len(backbone.seen)} calls of the backbone", expected="1", hint="Call it once."
+            yours=f"{len(backbone.seen)} calls to the backbone", expected="1", hint="Call it once."
         )
     if not all(parameter.requires_grad for parameter in backbone.parameters()):
         raise Wrong(
-            yours="parameters of the backbone that no longer require a gradient",
+            yours="backbone parameters that no longer require gradients",
             expected="parameters as before the call",
             hint="requires_grad_(False) changes the caller's network for good.",
         )

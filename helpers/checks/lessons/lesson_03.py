@@ -1,4 +1,4 @@
-"""Checks of lesson 03: an honest evaluation, resuming within an epoch, a loop that rarely reads values."""
+"""Checks for lesson 03: an honest evaluation, one read-back per epoch, resuming within an epoch."""
 
 import copy
 import inspect
@@ -19,7 +19,7 @@ from helpers.checks.watchers import CLASSES, FEATURES, Augmented, ReadBacks, Tra
 
 
 def _items(short: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Random inputs, labels and a batch size; with ``short``, the last batch is shorter."""
+    """Return random inputs, labels and a batch size; with ``short``, the last batch is shorter."""
     batch_size = random.randint(5, 9)
     count = batch_size * random.randint(4, 6) + (random.randint(1, 2) if short else 0)
     return torch.randn(count, FEATURES), torch.randint(CLASSES, (count,)), batch_size
@@ -31,7 +31,7 @@ def _float_or_wrong(value: Any, name: str) -> float:
     raise Wrong(
         yours=value,
         expected=f"{name} as a Python float",
-        hint=".item() turns a tensor of one element into a Python number."
+        hint=".item() turns a tensor with one element into a Python number."
         if isinstance(value, torch.Tensor)
         else "Divide the sum by the number of images: that gives a float.",
     )
@@ -44,7 +44,7 @@ def check_evaluate(evaluate: Callable) -> dict[str, Any]:
         for training, short in ((True, False), (False, True), (True, True)):
             loss, share = _check_one_evaluation(evaluate, device, training, short)
     return {
-        "your numbers": f"loss {loss:.4f}, {share:.1%} right, as in one pass over all images",
+        "your result": f"loss {loss:.4f}, {share:.1%} right, as in a single pass over all images",
         "tried on": f"cpu and {device}, a full and a short last batch, both modes",
     }
 
@@ -86,7 +86,7 @@ def _check_answer(answer: Any, model: Watched, expected: tuple[float, float]) ->
         raise Wrong(
             yours=f"{sum(model.modes)} of {len(model.modes)} batches in train mode",
             expected="every batch in eval mode",
-            hint="Dropout is still on while you evaluate: model.eval() comes first.",
+            hint="Dropout is still on while you evaluate: call model.eval() first.",
         )
     if any(model.recorded):
         raise Wrong(
@@ -109,9 +109,9 @@ def _check_answer(answer: Any, model: Watched, expected: tuple[float, float]) ->
         "much weight: sum over images, then divide once by their number."
     )
     if math.isclose(loss, expected[1], rel_tol=1e-5) and not math.isclose(loss, share):
-        hint = "The fraction is first here: return the mean loss, then the fraction."
-    expect_close(loss, expected[0], hint=f"The loss. {hint}", rtol=1e-4, atol=1e-5)
-    expect_close(share, expected[1], hint=f"The fraction. {hint}", rtol=1e-5, atol=1e-6)
+        hint = "You return the fraction first: return the mean loss, then the fraction."
+    expect_close(loss, expected[0], hint=f"The loss is wrong. {hint}", rtol=1e-4, atol=1e-5)
+    expect_close(share, expected[1], hint=f"The fraction is wrong. {hint}", rtol=1e-5, atol=1e-6)
 
 
 @exercise("3.2", "One read-back per epoch")
@@ -151,7 +151,7 @@ def check_train_epoch_quietly(train_epoch: Callable) -> dict[str, Any]:
 
 
 def _plain_epoch(model: nn.Module, loader: DataLoader, device: torch.device) -> float:
-    """The lesson's epoch with plain SGD; the mean loss per image."""
+    """Train for an epoch as the lesson does, with plain SGD; return the mean loss per image."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_sum, count = 0.0, 0
     for inputs, labels in loader:
@@ -165,21 +165,21 @@ def _plain_epoch(model: nn.Module, loader: DataLoader, device: torch.device) -> 
 
 
 def _check_quiet(model: Watched, plain: Watched, given: str) -> None:
-    """Compare mode, graphs and weights of the trained model with one trained plainly."""
+    """Raise Wrong unless the model ran in train mode, kept no graphs, and ended like ``plain``."""
     if not model.modes or not all(model.modes):
         raise Wrong(
             yours=f"{sum(model.modes)} batches in train mode",
             expected=f"all {len(plain.modes)} batches in train mode",
-            hint="model.train() comes first.",
+            hint="Call model.train() first.",
         )
-    # During a step's forward, the variable `loss` may still hold the previous step.
+    # During a step's forward, the variable `loss` may still hold the previous step's graph.
     if max(model.live_graphs) > 1:
         raise Wrong(
-            yours=f"{max(model.live_graphs)} graphs of earlier steps alive at once",
+            yours=f"{max(model.live_graphs)} graphs from earlier steps alive at once",
             expected="at most 1",
-            hint="What you add up still holds its graph: loss.detach() holds only the number.",
+            hint="What you add up still holds its graph: loss.detach() holds only the value.",
         )
-    hint = "The weights must be the same as before: zero_grad, backward and step for each batch."
+    hint = "The weights differ from the lesson's loop: call zero_grad, backward and step per batch."
     mine = model.state_dict()
     for name, value in plain.state_dict().items():
         expect_close(mine[name], value, given=f"{name} after the epoch; {given}", hint=hint)
@@ -196,7 +196,7 @@ def check_remaining_batches(remaining_batches: Callable) -> dict[str, Any]:
     finally:
         torch.set_rng_state(random_state)
     return {
-        "your losses": "bit for bit those of the uninterrupted run, to the end of the next epoch",
+        "your losses": "the uninterrupted run's, bit for bit, up to the end of the next epoch",
         "stopped": "in the middle, before the first batch, and after the last",
     }
 
@@ -233,12 +233,14 @@ def _check_one_resume(remaining_batches: Callable, total: int, done: int) -> Non
     _compare_epoch(part, whole, done, ends, given)
     part.train(loader)
     hint = (
-        "The loader's generator must end where the uninterrupted run's did: iterate this loader "
-        "once, and nothing else that draws from its generator."
+        "The loader's generator must end where the uninterrupted run's did: iterate over this "
+        "loader once, and over nothing else that draws from its generator."
     )
-    after = f"the items of the epoch after; {given}"
+    after = f"the items of the next epoch; {given}"
     expect_equal(part.items[ends - done :], whole.items[ends:], given=after, hint=hint)
-    _expect_same_losses(part.losses, whole.losses[done:], f"the losses to the end; {given}", done)
+    _expect_same_losses(
+        part.losses, whole.losses[done:], f"the losses up to the end; {given}", done
+    )
 
 
 def _expect_iterable(answer: Any) -> None:
@@ -247,10 +249,10 @@ def _expect_iterable(answer: Any) -> None:
             yours=f"a {type(answer).__name__} of {len(answer)} batches",
             expected="batches one at a time",
             hint="A list loads every batch before the first step, so augmentation and dropout draw "
-            "their random numbers in another order. Use yield, or yield from.",
+            "their random numbers in a different order. Use yield, or yield from.",
         )
     if not inspect.isgenerator(answer) and not isinstance(answer, Iterator):
-        hint = "Use yield in the function, and calling it makes a generator."
+        hint = "Use yield in the function: calling it then returns a generator."
         raise Wrong(yours=answer, expected="a generator of batches", hint=hint)
 
 
@@ -271,12 +273,11 @@ def _compare_epoch(part: Trainer, whole: Trainer, done: int, ends: int, given: s
                 "The right items in a different order. Set loader.generator back to `order` before "
                 "you iterate."
             )
-        given = f"the items of the batches; {given}"
+        given = f"the items in the batches; {given}"
         raise Wrong(yours=part.items, expected=expected, given=given, hint=hint)
     hint = (
-        "The right items with different noise. Skipping the done batches drew from torch's CPU "
-        "random state: save it before, restore it after, and draw each batch only when it is asked "
-        "for."
+        "The right items with different noise. Skipping batches drew from torch's CPU random "
+        "state: save it before, restore it after, and draw each batch only when it's needed."
     )
     for mine, theirs in zip(part.noisy, whole.noisy[done:ends], strict=True):
         expect_equal(mine, theirs, given=f"the augmented images; {given}", hint=hint)

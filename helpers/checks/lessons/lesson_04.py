@@ -1,4 +1,4 @@
-"""Checks of lesson 04: what each replica of a DataParallel model sees."""
+"""Checks for lesson 04: what each replica of a DataParallel model sees."""
 
 import random
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for
 
 
 def _sizes(batch_size: int, gpu_count: int) -> list[int]:
-    """The sizes from ``torch.chunk``, which scatter uses."""
+    """Return the sizes from ``torch.chunk``, which scatter uses."""
     return [len(chunk) for chunk in torch.empty(batch_size).chunk(gpu_count)]
 
 
@@ -28,7 +28,7 @@ def replica_sizes(answer: Callable[[int, int], list[int]]) -> dict[str, Any]:
             yours = list(yours)
         hint = "A share is rounded up, and the last GPU gets what's left."
         if not (isinstance(yours, list) and all(type(size) is int for size in yours)):
-            hint = "Return a list of whole numbers, one for each GPU that gets samples."
+            hint = "Return a list of ints, one for each GPU that gets samples."
             raise Wrong(yours=yours, expected=expected, given=given, hint=hint, values=True)
         if yours != expected:
             if sum(yours) != batch_size:
@@ -55,7 +55,7 @@ def batch_for_all(answer: Callable[[int, int], int]) -> dict[str, Any]:
         given = f"at least {wanted} samples on {gpu_count} GPUs"
         with for_input(given):
             yours = answer(wanted, gpu_count)
-        hint = "Return the batch size, a whole number."
+        hint = "Return the batch size, an int."
         if isinstance(yours, int | float) and yours < wanted:
             hint = f"At least {wanted} samples are needed."
         elif type(yours) is int:
@@ -64,14 +64,15 @@ def batch_for_all(answer: Callable[[int, int], int]) -> dict[str, Any]:
                 hint = f"A batch of {yours} feeds only {working} of {gpu_count} GPUs."
             elif yours > expected:
                 hint = (
-                    "All GPUs work, but a smaller batch would do. It doesn't have to be a multiple."
+                    "All GPUs work, but a smaller batch would do. It doesn't have to be a multiple "
+                    "of the number of GPUs."
                 )
         expect_equal(yours, expected, given=given, hint=hint)
         if not isinstance(yours, int):
-            hint = "The number is right; make it a whole number (an int), since it counts samples."
+            hint = "The value is right, but return an int, since it counts samples."
             raise Wrong(yours=yours, expected=expected, given=given, hint=hint)
     return {
-        "compared": f"{2 + len(cases)} pairs of required samples and GPUs",
+        "compared": f"{2 + len(cases)} pairs of sample and GPU counts",
         "17 or more on 8 GPUs": f"{answer(17, 8)}, divided into {_sizes(answer(17, 8), 8)}",
     }
 
@@ -101,7 +102,7 @@ def other_dimension(
             raise Wrong(
                 yours="the lstm that was passed in never ran",
                 expected="a module around that lstm",
-                hint="Wrap the model that you are given, not another.",
+                hint="Wrap the model that was passed in, not another one.",
             )
         if used != [str(gpu) for gpu in gpus]:
             more = "Without device_ids, DataParallel uses every GPU. "
@@ -109,17 +110,18 @@ def other_dimension(
                 yours=f"it ran on {', '.join(used)}",
                 expected="it runs on " + ", ".join(map(str, gpus)),
                 hint=(more if len(used) > len(gpus) else "")
-                + "Use exactly the GPUs that you were given: device_ids=gpus.",
+                + "Use exactly the GPUs that were passed in: device_ids=gpus.",
             )
         whole = (steps, batch // len(gpus), features)
         hint = "Each replica must see all time steps of its sequences: split dimension 1, not 0."
         expect_equal([shape for _, shape in seen], [whole] * len(gpus), hint=hint)
         hint = "The output differs from a single GPU's."
         expect_close(yours.cpu(), expected, hint=hint, rtol=0, atol=_TF32)
+    off = (yours.cpu() - expected).abs().max().item()
     return {
-        "given": given,
+        "input": given,
         "each GPU saw": ", ".join(f"{shape} on {device}" for device, shape in seen),
-        "largest difference from one GPU": f"{(yours.cpu() - expected).abs().max().item():.1e}",
+        "largest difference from a single GPU": f"{off:.1e}",
     }
 
 

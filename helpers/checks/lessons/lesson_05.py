@@ -1,4 +1,4 @@
-"""Checks of lesson 05: the parts, memory, counters and checkpoints of DataParallel."""
+"""Checks for lesson 05: DataParallel's parts, memory, counters and checkpoints."""
 
 import copy
 import random
@@ -30,7 +30,7 @@ from vgpu.units import format_bytes
 
 
 class _Noting(nn.Module):
-    """A small network that records how many samples each replica saw, on which GPU, in which thread."""
+    """A small network that records each replica's GPU, thread, and number of samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,8 @@ class _Noting(nn.Module):
 @contextmanager
 def _without_the_ready_made() -> Iterator[None]:
     """Make ``nn.DataParallel`` and ``nn.parallel.data_parallel`` unusable inside the block."""
-    # The function may have been imported earlier, so patch what it calls first, found through its module.
+    # The function may already have been imported elsewhere, so patch the first thing that it calls,
+    # in its module.
     function = sys.modules["torch.nn.parallel.data_parallel"]
     with (
         patch.object(nn.DataParallel, "__init__", _refuse),
@@ -80,14 +81,14 @@ def from_four_parts(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
         apart = max(apart, off)
     return {
         "2 samples on 3 GPUs": _samples(seen),
-        "largest difference from one GPU": f"{apart:.1e}, in any gradient of 3 batches",
+        "largest difference from a single GPU": f"{apart:.1e}, across all gradients of 3 batches",
     }
 
 
 def _judge_parts(
     answer: Callable[..., torch.Tensor], gpus: list[torch.device], x: torch.Tensor
 ) -> tuple[float, list[tuple[str, int]]]:
-    """How far the gradients are from one GPU's, and the samples that each GPU saw."""
+    """Return how far the gradients are from a single GPU's, and the samples that each GPU saw."""
     single, module = _pair(gpus[0])
     expected = single(x)
     expected.square().sum().backward()
@@ -120,9 +121,9 @@ def _judge_parts(
         )
     if threading.get_ident() in module.threads:
         raise Wrong(
-            yours="replicas that run one after the other, in your own thread",
+            yours="replicas that run one after the other, in the calling thread",
             expected="each replica in its own thread",
-            hint="parallel_apply starts the threads: give it the replicas and the chunks.",
+            hint="parallel_apply starts the threads: pass it the replicas and the chunks.",
         )
     idle = list(zip(gpus, peaks, strict=True))[len(chunks) :]
     if extra := [str(gpu) for gpu, peak in idle if peak]:
@@ -131,10 +132,10 @@ def _judge_parts(
             expected="no more replicas than chunks",
             hint="replicate makes one replica for each device in its list: shorten the list first.",
         )
-    hint = "The output is not that of one GPU on the whole batch."
+    hint = "The output differs from a single GPU's on the full batch."
     expect_close(yours.cpu(), expected, hint=hint)
     yours.square().sum().backward()
-    hint = "A gradient differs from that of one GPU: is everything in the graph?"
+    hint = "A gradient differs from a single GPU's: is everything in the graph?"
     return expect_gradients(module.parameters(), single.parameters(), hint), seen
 
 
@@ -145,7 +146,7 @@ def _pair(gpu: torch.device) -> tuple[_Noting, _Noting]:
 
 
 def _samples(seen: list[tuple[str, int]]) -> str:
-    return ", ".join(f"{size} on {device}" for device, size in seen) or "no forward at all"
+    return ", ".join(f"{size} on {device}" for device, size in seen) or "no forward pass at all"
 
 
 class _LossInForward(nn.Module):
@@ -159,12 +160,12 @@ class _LossInForward(nn.Module):
         return F.cross_entropy(self.module(batch), labels, reduction="sum").unsqueeze(0)
 
 
-@exercise("5.2", "Within a budget of bytes")
+@exercise("5.2", "Within a memory budget")
 def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
     gpus = devices.lab(2)
     size = 2 * random.randint(90, 110) + 1
     batch, labels = torch.randn(size, 64), torch.randint(2000, (size,))
-    given = f"a batch of {size}, outputs of 2000 numbers, 2 GPUs"
+    given = f"a batch of {size}, 2000 outputs per sample, 2 GPUs"
     model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 2000))
     single = copy.deepcopy(model)
     F.cross_entropy(single(batch), labels).backward()
@@ -195,19 +196,19 @@ def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
             raise Wrong(
                 yours=f"{gpus[1]} is unused",
                 expected="both GPUs compute",
-                hint="Split the batch over both GPUs.",
+                hint="Split the batch across both GPUs.",
             )
         if max(peaks) > budget:
-            hint = "The outputs of the whole batch are on GPU 0. Return the loss from forward."
+            hint = "The full batch's outputs are on GPU 0. Return the loss from forward."
             if len(ran_on) > len(gpus):
                 hint = (
-                    f"{len(ran_on)} forwards in one step: the gradients or graphs of the earlier ones "
-                    "stay allocated while the later ones run. One forward on each GPU is enough."
+                    f"{len(ran_on)} forward passes in one step: gradients or graphs from earlier "
+                    "ones stay allocated while later ones run. One forward pass per GPU is enough."
                 )
             elif peaks[1] > 1.1 * lean[1]:
                 hint = (
-                    "Each GPU holds more than it needs: something still refers to its outputs while "
-                    "backward runs. Compute the loss in forward, which releases them."
+                    "Each GPU holds more than it needs: something still refers to its outputs "
+                    "while backward runs. Compute the loss in forward, which releases them."
                 )
             on_each = zip(gpus, peaks, strict=True)
             raise Wrong(
@@ -217,27 +218,28 @@ def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
             )
     return {
         **{f"your peak on {g}": format_bytes(p) for g, p in zip(gpus, peaks, strict=True)},
-        "budget": f"{format_bytes(budget)}; with outputs gathered, the peak is {format_bytes(usual)}",
+        "budget": f"{format_bytes(budget)}; with outputs gathered, the peak is "
+        f"{format_bytes(usual)}",
     }
 
 
 def _judge_mean_gradients(module: nn.Module, single: nn.Module) -> None:
-    """Raise Wrong unless the gradients are close to those of the mean loss; the order of sums differs."""
+    """Raise Wrong unless the gradients are close to the mean loss's; summation order differs."""
     for (name, mine), theirs in zip(module.named_parameters(), single.parameters(), strict=True):
-        hint = f"The gradient of {name} is not that of the mean loss over the whole batch."
+        hint = f"The gradient of {name} differs from that of the mean loss over the full batch."
         if mine.grad is None:
             raise Wrong(yours="no gradient", expected="a gradient", hint=hint)
         assert theirs.grad is not None
         scale = (mine.grad.cpu() / theirs.grad).median().item()
         if abs(scale - 1) > 0.2:
-            hint += f" It is {scale:.3g} times that: divide once, by the batch size."
+            hint += f" It's {scale:.3g} times as large: divide once, by the batch size."
         else:
-            hint += " The mean of the means is not the mean if the chunks differ in size."
+            hint += " The mean of the means isn't the overall mean if the chunks differ in size."
         if not torch.allclose(mine.grad.cpu(), theirs.grad, rtol=1e-3, atol=1e-6):
             apart = (mine.grad.cpu() - theirs.grad).abs().max().item()
             raise Wrong(
                 yours=f"a gradient of {name} that is off by up to {apart:.2g}",
-                expected=f"that of one GPU, within {1e-3 * theirs.grad.abs().max().item():.2g}",
+                expected=f"a single GPU's, within {1e-3 * theirs.grad.abs().max().item():.2g}",
                 hint=hint,
             )
 
@@ -267,15 +269,16 @@ def counting_model(answer: Callable[[], nn.Module]) -> dict[str, Any]:
 
 
 def _judge_calls(model: nn.Module, batches: int, replicas: int, moved: bool) -> None:
-    """Raise Wrong unless ``model.calls`` is the number of batches, and saved; with ``moved``, it was
-    right elsewhere.
+    """Raise Wrong unless ``model.calls`` equals the number of batches and is saved.
+
+    ``moved`` means that it was right on other devices.
     """
     calls = getattr(model, "calls", None)
     one = isinstance(calls, torch.Tensor) and calls.numel() == 1
     if not one and not isinstance(calls, int | float):
         raise Wrong(
             yours=f"model.calls is {describe(calls)}",
-            expected="a number, or a tensor of one",
+            expected="a number, or a tensor with one element",
             hint="The check compares int(model.calls).",
         )
     yours = int(calls)  # type: ignore[arg-type]
@@ -283,7 +286,7 @@ def _judge_calls(model: nn.Module, batches: int, replicas: int, moved: bool) -> 
     if yours == batches * replicas and replicas > 1:
         hint = "You count once per replica; count once per batch."
     elif moved and yours == 0:
-        hint = "The device doesn't matter: forward counts each batch, wherever it runs."
+        hint = "The device doesn't matter: forward must count every batch, wherever it runs."
     elif isinstance(calls, torch.Tensor) and yours == 0:
         hint = "A new tensor on the replica is lost, too: change the buffer in place."
     expect_equal(yours, batches, hint=hint)
@@ -291,7 +294,7 @@ def _judge_calls(model: nn.Module, batches: int, replicas: int, moved: bool) -> 
         raise Wrong(
             yours=f"a state_dict with {list(model.state_dict()) or 'nothing'}",
             expected="a state_dict with 'calls'",
-            hint="Only parameters and registered buffers are saved with the model.",
+            hint="Only parameters and persistent buffers are in the state_dict.",
         )
 
 
@@ -306,13 +309,13 @@ def load_any(answer: Callable[[nn.Module, dict[str, torch.Tensor]], str]) -> dic
     cases = [
         ("wrapped", "bare", "prefix removed"),
         ("bare", "wrapped", "prefix added"),
-        ("wrapped", "wrapped", "as it is"),
-        ("bare", "bare", "as it is"),
+        ("wrapped", "wrapped", "as is"),
+        ("bare", "bare", "as is"),
     ]
-    # With a part that is itself called "module", only a key's first "module." may be the prefix;
-    # and if it's the only part, all keys of a bare model start like that.
+    # If a submodule is itself called "module", only a key's first "module." can be the prefix; if
+    # it's the only submodule, all keys of a bare model start with "module.".
     for parts, (source, into, expected) in product((["body", "module"], ["module"]), cases):
-        given = f"the state of a {source} model, for a {into} one, whose parts are {parts}"
+        given = f"the state of a {source} model, for a {into} one, with the submodules {parts}"
         state, target = model(source, parts).state_dict(), model(into, parts)
         before = dict(state)
         with for_input(given):
@@ -324,15 +327,15 @@ def load_any(answer: Callable[[nn.Module, dict[str, torch.Tensor]], str]) -> dic
                 raise Wrong(
                     yours=_first_lines(refused),
                     expected=expected,
-                    hint="Remove, or add, exactly one module. at the start of each key, and "
+                    hint='Remove, or add, exactly one "module." at the start of each key, and '
                     "only if the model's own keys differ from the state's.",
                 ) from refused
-            hint = "The given state was changed; work on a new dict."
+            hint = "The state passed in was changed; work on a new dict."
             expect_equal(list(state), list(before), hint=hint)
             for mine, theirs in zip(target.state_dict().values(), before.values(), strict=True):
-                hint = "The model's parameters are not those of the state."
+                hint = "The model's parameters don't match the state's."
                 expect_close(mine, theirs, hint=hint)
-            expect_equal(yours, expected, hint="Return what you did, in exactly those words.")
+            expect_equal(yours, expected, hint="Return what you did, in exactly these words.")
     stranger = nn.Linear(7, 7).to(gpus[0]).state_dict()
     try:
         answer(model("bare", ["body"]), stranger)
@@ -340,12 +343,12 @@ def load_any(answer: Callable[[nn.Module, dict[str, torch.Tensor]], str]) -> dic
         return {f"{source} into {into}": said for source, into, said in cases}
     raise Wrong(
         yours="no error",
-        expected="the RuntimeError of load_state_dict",
+        expected="the RuntimeError from load_state_dict",
         given="the state of an entirely different model",
         hint="strict=False loads nothing and doesn't complain. Leave it out.",
     )
 
 
 def _first_lines(error: RuntimeError) -> str:
-    """load_state_dict's message, without the rest of a long list of keys."""
+    """The beginning of load_state_dict's message: the list of keys can be long."""
     return " ".join(str(error).split())[:200]

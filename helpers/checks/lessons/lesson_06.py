@@ -1,4 +1,4 @@
-"""Checks of lesson 06."""
+"""Checks for lesson 06: collectives on unequal shards, a ring all-reduce, and hangs."""
 
 import math
 import random
@@ -13,13 +13,13 @@ from helpers.checks.on_ranks import GPU, answer_on_gpu, on_ranks
 from vgpu.profiling import count_collectives_on_gpu
 
 
-@exercise("6.1", "all_reduce out of two halves")
+@exercise("6.1", "all_reduce from two halves")
 def all_reduce_of_two_halves(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     for ranks, dtype in ((2, torch.float64), (3, torch.int64)):
         length = ranks * random.randint(2, 9)
         tensors = [torch.randint(-99, 99, (length,)).to(dtype) for _ in range(ranks)]
         kind = str(dtype).removeprefix("torch.")
-        given = f"{ranks} ranks, each with {length} numbers of dtype {kind}"
+        given = f"{ranks} ranks, each with {length} {kind} elements"
         results = on_ranks(answer_on_gpu, ranks, answer, tensors, given=given, gpu=GPU)
         for rank, (yours, calls) in enumerate(results):
             where = f"{given}; on rank {rank}"
@@ -34,15 +34,15 @@ def all_reduce_of_two_halves(answer: Callable[[torch.Tensor], torch.Tensor]) -> 
             hint = _hint_for_sum(yours, sum(tensors), tensors[rank])
             expect_close(yours, sum(tensors), given=where, hint=hint)
             if sorted(names) != ["all_gather", "reduce_scatter"]:
-                hint = "The numbers are right; the budget is these two calls, once each."
+                hint = "The sum is right, but the budget is one call to each of these two."
                 if set(names) == {"all_gather"}:
                     hint = (
-                        "The numbers are right, but over the budget. Collecting whole tensors "
-                        "sends n - 1 of them to each rank; parts of the sum are enough."
+                        "The sum is right, but over budget. Gathering full tensors sends n - 1 of "
+                        "them to each rank; parts of the sum are enough."
                     )
                 elif "all_to_all" in names:
                     hint = (
-                        "The numbers are right. An all_to_all whose parts you then add is a "
+                        "The sum is right. An all_to_all whose parts you then add is a "
                         "reduce_scatter: one call does both."
                     )
                 raise Wrong(
@@ -53,7 +53,7 @@ def all_reduce_of_two_halves(answer: Callable[[torch.Tensor], torch.Tensor]) -> 
                 )
     return {
         "sums": "exactly equal on 2 and on 3 ranks",
-        "each rank called": ", then ".join(f"{name} of {size} numbers" for name, size in calls),
+        "each rank called": ", then ".join(f"{name} of {size} elements" for name, size in calls),
     }
 
 
@@ -63,10 +63,10 @@ def _hint_for_sum(yours: Any, total: Any, own: torch.Tensor) -> str:
     if yours.shape == own.shape and torch.equal(yours.to(own.dtype), own):
         return "This is still the rank's own tensor: return what the collectives have filled."
     if yours.numel() < total.numel():
-        return "This is a part of the sum. Collect the parts of all ranks, too."
+        return "This is only one part of the sum. Collect the other ranks' parts, too."
     if yours.shape == total.shape and yours.dtype != total.dtype:
         return "The sum and the tensor have different dtypes: make outputs with new_empty."
-    return "The parts of the sum, in the order of the ranks, are the whole sum."
+    return "The parts of the sum, in rank order, form the full sum."
 
 
 @exercise("6.2", "A mean over unequal shards")
@@ -87,18 +87,18 @@ def mean_over_unequal_shards(answer: Callable[[torch.Tensor], Any]) -> dict[str,
             expect_close(number, expected.double(), given=where, hint=hint, rtol=1e-4, atol=1e-4)
         for rank, (_, calls) in enumerate(results):
             if len(calls) != 1 or calls[0][1] > 2:
-                spent = ", ".join(f"{name} of {size}" for name, size in calls)
+                spent = ", ".join(f"{name} of {size} elements" for name, size in calls)
                 raise Wrong(
                     yours=spent or "no collective",
-                    expected="one collective, of at most two numbers",
+                    expected="one collective, with at most two elements",
                     given=f"{given}; on rank {rank}",
-                    hint="The mean is right, but over the budget. Put the two numbers that "
-                    "the ranks must add up into one tensor.",
+                    hint="The mean is right, but over budget. Put the two numbers to be summed "
+                    "into one tensor.",
                 )
     return {
-        "given": given,
+        "input": given,
         "your mean": f"{number.item():.6f} on every rank",
-        "sent": "one collective, of two numbers",
+        "sent": "one collective, with two elements",
     }
 
 
@@ -109,7 +109,7 @@ def _number(yours: Any, where: str) -> torch.Tensor:
             yours=yours,
             expected="one number",
             given=where,
-            hint="Every rank needs the mean: return it as a number or a tensor of one number.",
+            hint="Every rank needs the mean: return it as a number or a tensor with one element.",
         )
     return torch.as_tensor(yours).detach().double().reshape(())
 
@@ -129,13 +129,19 @@ def _hint_for_mean(
             "This is the mean of the ranks' means: it counts a short shard as much as a long one."
         )
     if near(means.nan_to_num().mean()):
-        return "A rank without values must not count, and a short shard must count less than a long one."
+        return (
+            "A rank without values must not count, and a short shard must count less than a long "
+            "one."
+        )
     if near(means[rank]) or near(shards[rank].sum()):
         if talked:
-            return "This is the rank's own value, although the ranks communicated: return the result instead."
+            return (
+                "This is the rank's own value, although the ranks communicated: return the result "
+                "instead."
+            )
         return "This is the rank's own value: the ranks have to communicate."
     if near(torch.cat(shards).sum()):
-        return "This is the sum of all values: divide by how many there are on all ranks."
+        return "This is the sum of all values: divide by how many there are across all ranks."
     if near(torch.cat(shards).sum() / len(shards)):
         return "Divide by the number of values, not by the number of ranks."
     return "Every rank needs the sum of all values and the number of all values."
@@ -147,7 +153,7 @@ def ring_all_reduce(answer: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
     for ranks, length in ((3, 12), (2, 7), (4, 3)):
         tensors = [torch.randint(1, 9, (length,)).float() * 10**rank for rank in range(ranks)]
         total = torch.stack(tensors).sum(0)
-        given = f"{ranks} ranks, each with {length} numbers"
+        given = f"{ranks} ranks, each with {length} elements"
         results = on_ranks(answer_on_gpu, ranks, answer, tensors, given=given, gpu=GPU)
         for rank, (yours, calls) in enumerate(results):
             where = f"{given}; on rank {rank}"
@@ -165,27 +171,28 @@ def ring_all_reduce(answer: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
             budget = 2 * (ranks - 1) * -(-length // ranks)
             if sum(sizes) > budget:
                 raise Wrong(
-                    yours=f"{sum(sizes)} numbers sent",
+                    yours=f"{sum(sizes)} elements sent",
                     expected=f"at most {budget}: 2(n-1) chunks",
                     given=where,
-                    hint="The sum is right. Send one chunk in each step, not the tensor.",
+                    hint="The sum is right. Send one chunk in each step, not the full tensor.",
                 )
         sent[ranks] = (
-            f"the last rank, with {length} numbers, sent {sum(sizes)} in {len(sizes)} messages"
+            f"the last rank, with {length} elements, sent {sum(sizes)} in {len(sizes)} messages"
         )
     return {f"{ranks} ranks": text for ranks, text in sorted(sent.items())}
 
 
 def _hint_for_ring(yours: Any, total: torch.Tensor, own: torch.Tensor, ranks: int) -> str:
     if not isinstance(yours, torch.Tensor) or yours.shape != total.shape:
-        return "Return the whole tensor, with the sum in it, on every rank."
+        return "Return the full tensor, with the sum in it, on every rank."
     if torch.equal(yours, own):
         return (
-            "This is still the rank's own tensor: a chunk of tensor_split is a view; write into it."
+            "This is still the rank's own tensor: a chunk from tensor_split is a view, so write "
+            "into it."
         )
     if (yours >= total).all():
         return (
-            "Numbers were added more than once: in the last n - 1 steps, what arrives replaces "
+            "Values were added more than once: in the last n - 1 steps, what arrives replaces "
             "what's there."
         )
     right = [
@@ -201,11 +208,11 @@ def _hint_for_ring(yours: Any, total: torch.Tensor, own: torch.Tensor, ranks: in
 def find_the_rank_that_hangs(never_came: Any) -> dict[str, Any]:
     given = "train_until with some_losses and the limit 0.3"
     hint = (
-        "Run train_until with a short timeout_s: the last line of the message says which rank never "
-        "came."
+        "Run train_until with a short timeout_s: the last line of the message says which rank "
+        "never came."
     )
     if isinstance(never_came, bool) or not isinstance(never_came, int):
-        expected = "a rank: a whole number from 0"
+        expected = "a rank: an int, counted from 0"
         raise Wrong(yours=repr(never_came), expected=expected, given=given, hint=hint)
     if never_came != 2:
         expected = "the rank that the others wait for"
@@ -234,7 +241,7 @@ def stop_together(repaired: Callable[..., list[float]]) -> dict[str, Any]:
                     yours=f"{len(calls)} collectives for {len(expected)} averages",
                     expected="one for each average",
                     given=f"rank {rank}, {given}",
-                    hint="In a real training run, a rank doesn't know the losses of the others.",
+                    hint="In a real training run, a rank doesn't know the others' losses.",
                 )
             if len(calls) > most:
                 raise Wrong(
@@ -247,7 +254,7 @@ def stop_together(repaired: Callable[..., list[float]]) -> dict[str, Any]:
     return {
         "your averages": [round(average, 3) for average in yours],
         "collectives on each rank": len(calls),
-        "stopped": f"all {ranks} ranks together, though rank {early} was below {limit} first",
+        "stopped": f"all {ranks} ranks together, though rank {early} fell below {limit} first",
     }
 
 
@@ -273,14 +280,14 @@ def _judge_averages(
 
 
 def _two_falling_to_the_limit(early: int, limit: float) -> list[list[float]]:
-    """Losses of two ranks: the average ends exactly at the limit, never below, even in float32."""
+    """Return two ranks' losses: their average ends at exactly the limit, even in float32."""
     above = sorted(random.sample(range(1, 20), 3), reverse=True)
     others = [limit + (2 * excess + 4) / 64 for excess in (*above, 0)]
     return [[limit - 4 / 64] * 4 if rank == early else others for rank in range(2)]
 
 
 def _falling_losses(ranks: int, early: int, limit: float) -> list[list[float]]:
-    """Seven falling losses per rank; rank ``early`` is below the limit before the average is."""
+    """Return seven falling losses per rank; ``early`` falls below the limit before the average."""
     end = random.choice((3, 4))
     losses = []
     for _ in range(ranks):

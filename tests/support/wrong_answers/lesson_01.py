@@ -54,7 +54,7 @@ WRONG = {
         # Always to the first GPU.
         (
             _moving(last="return batch.to(devices.lab(2)[0])"),
-            "the device that your function was given",
+            "goes to the device that was passed",
         ),
         # The name of a single kind of GPU.
         (_moving(last="return batch.to('gpu:1')"), "Move a tensor to the device"),
@@ -67,12 +67,12 @@ WRONG = {
                 "        moved = [to_device(part, device) for part in batch]\n"
                 "        return type(batch)(*moved) if hasattr(batch, '_fields') else type(batch)(moved)",
             ),
-            "container unchanged",
+            "return it unchanged",
         ),
         # A copy where none is needed.
         (
             _moving(_parts("torch.Tensor", "batch.to(device, copy=True)")),
-            "on the device, .to(device) returns it",
+            "on the device, .to(device) returns that tensor",
         ),
         # By way of the CPU: two copies from one GPU to the other.
         (
@@ -129,7 +129,7 @@ WRONG = {
                 _parts("str", "batch"),
                 last="return batch if batch is None else torch.tensor(batch).to(device)",
             ),
-            "container unchanged",
+            "return it unchanged",
         ),
     ],
     "1.2": [
@@ -161,7 +161,7 @@ WRONG = {
         # No error any more, since everything stays on the CPU.
         (
             _script(**_ON_THE_CPU, last="return loss.detach().numpy()"),
-            "The whole model stays on the device",
+            "The entire model must be on the device",
         ),
         # Computed on the CPU, and moved afterwards for show.
         (

@@ -61,7 +61,7 @@ WRONG = {
             _LOSS.format(edit="hidden = hidden * (hidden.abs() >= 0.1)").replace(
                 ".abs().max()", ".max()"
             ),
-            "for images below 0 as well",
+            "for negative pixel values as well",
         ),
         (
             _LOSS.format(
@@ -116,6 +116,6 @@ WRONG = {
         (_head(end="\n    torch.set_grad_enabled(False)"), "as a function, stays"),
         (_head(end="; backbone.requires_grad_(False)"), "for good"),
         (_head().replace("labels)\n", "labels).item()\n"), "Return the loss itself"),
-        (_head(end=" * 2"), "is that of head"),
+        (_head(end=" * 2"), "cross-entropy of head"),
     ],
 }

@@ -98,7 +98,7 @@ def train_epoch_quietly(model, loader, optimizer, device):
 
 WRONG = {
     "3.1": [
-        (evaluation(result="right / count, loss_sum / count"), "The fraction is first"),
+        (evaluation(result="right / count, loss_sum / count"), "You return the fraction first"),
         (evaluation(result="loss_sum / count, right"), "Divide the sum"),
         ("evaluate = evaluate_with_bugs", "Dropout is still on"),
         (evaluation(guard="torch.enable_grad()"), "no_grad() saves"),
@@ -106,14 +106,14 @@ WRONG = {
         (evaluation(counted="loader.batch_size"), "Each image counts once"),
         (evaluation(result="torch.tensor(loss_sum / count), right / count"), ".item() turns"),
         (evaluation(mode="model.eval().requires_grad_(False)"), "no longer require gradients"),
-        ("def evaluate(model, loader, device):\n    return 0.05, 0.98", "The loss."),
+        ("def evaluate(model, loader, device):\n    return 0.05, 0.98", "The loss is wrong"),
         ("def evaluate(model, loader, device):\n    return 0.98", "(mean loss, fraction correct)"),
     ],
     "3.2": [
         (epoch(added="loss.item() * len(labels)"), "values read back"),
         (epoch(added="loss * len(labels)"), "still holds its graph"),
         (epoch(zero="pass"), "zero_grad, backward and step"),
-        (epoch(mode="pass"), "model.train() comes first"),
+        (epoch(mode="pass"), "Call model.train() first"),
         (epoch(added="loss.detach()", counted="1"), "Each image counts once"),
         (epoch(result="loss_sum / count"), ".item() turns"),
     ],

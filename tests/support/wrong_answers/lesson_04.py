@@ -14,7 +14,7 @@ WRONG = {
             "    return [x for x in (b // n + (i < b % n) for i in range(n)) if x]",
             "doesn't even out the shares",
         ),
-        ("def replica_sizes(b, n):\n    return b", "a list of whole numbers"),
+        ("def replica_sizes(b, n):\n    return b", "a list of ints"),
         (
             "def replica_sizes(b, n):\n"
             "    s = b // n or 1\n"
@@ -25,14 +25,14 @@ WRONG = {
     "4.2": [
         ("def batch_for_all(wanted, n):\n    return wanted", "feeds only"),
         ("def batch_for_all(wanted, n):\n    return n", "are needed"),
-        ("def batch_for_all(wanted, n):\n    return float(10**6 * n)", "a whole number"),
+        ("def batch_for_all(wanted, n):\n    return float(10**6 * n)", "the batch size, an int"),
         (
             "def batch_for_all(wanted, n):\n"
             "    size = max(wanted, n)\n"
             "    while -(-size // -(-size // n)) < n:\n"
             "        size += 1\n"
             "    return float(size)",
-            "The number is right",
+            "The value is right",
         ),
         ("def batch_for_all(wanted, n):\n    return -(-wanted // n) * n", "smaller batch"),
     ],
@@ -59,7 +59,7 @@ WRONG = {
             "def wrap(lstm, gpus):\n"
             "    another = nn.LSTM(lstm.input_size, 4).to(gpus[0])\n"
             "    return nn.DataParallel(another, gpus, dim=1)",
-            "the model that you are given",
+            "the model that was passed in",
         ),
         (
             "def wrap(lstm, gpus):\n    nn.DataParallel(lstm.to(gpus[0]), gpus)",

@@ -34,7 +34,7 @@ _LOAD = """
 def load_any(model, state):
     {body}
     model.load_state_dict(state{strict})
-    return "as it is"
+    return "as is"
 """
 
 _parts = template(
@@ -67,7 +67,10 @@ WRONG = {
             _parts(replicas="torch.no_grad()(replicate)(module, gpus[: len(chunks)])"),
             "gradients enabled",
         ),
-        (_parts(result="gather(outputs[::-1], gpus[0])"), "not that of one GPU"),
+        (
+            _parts(result="gather(outputs[::-1], gpus[0])"),
+            "differs from a single GPU's on the full batch",
+        ),
         (
             _parts(outputs="[replica(chunk) for replica, chunk in zip(replicas, chunks)]"),
             "parallel_apply starts the threads",
@@ -114,7 +117,7 @@ WRONG = {
         ),
         (_STEP.format(reduction="mean", join="mean"), "mean of the means"),
         (_STEP.format(reduction="sum", join="sum"), "divide once"),
-        (_STEP.format(reduction="mean", join="sum"), "It is 2 times that"),
+        (_STEP.format(reduction="mean", join="sum"), "It's 2 times as large"),
         (
             "def lean_step(module, batch, labels, gpus):\n"
             "    F.cross_entropy(module(batch), labels).backward()",
@@ -137,21 +140,21 @@ WRONG = {
                 "    for x, y in zip(batch.chunk(4), labels.chunk(4)):\n"
                 "        (parallel(x, y).sum() / len(batch)).backward()",
             ),
-            "8 forwards in one step",
+            "8 forward passes in one step",
         ),
         ("def lean_step(module, batch, labels, gpus):\n    pass", "no gradient"),
     ],
     "5.4": [
         (_LOAD.format(body="pass", strict=""), "Missing key(s)"),
-        (_LOAD.format(body="pass", strict=", strict=False"), "not those of the state"),
+        (_LOAD.format(body="pass", strict=", strict=False"), "don't match the state's"),
         (
             "def load_any(model, state):\n"
             "    bare = model.module if isinstance(model, nn.DataParallel) else model\n"
             "    for name in list(state):\n"
             "        state[name.removeprefix('module.')] = state.pop(name)\n"
             "    bare.load_state_dict(state)\n"
-            "    return 'as it is'",
-            "given state was changed",
+            "    return 'as is'",
+            "state passed in was changed",
         ),
         (
             "def load_any(model, state):\n"
@@ -159,7 +162,7 @@ WRONG = {
             "    state = {k.removeprefix('module.'): v for k, v in state.items()}\n"
             "    bare.load_state_dict(state)\n"
             "    return 'done'",
-            "in exactly those words",
+            "in exactly these words",
         ),
         (
             # A bare model may have a part called module, too.
@@ -167,14 +170,14 @@ WRONG = {
             "    bare = getattr(model, 'module', model)\n"
             "    bare.load_state_dict({k.removeprefix('module.'): v for k, v in state.items()})\n"
             "    return 'prefix removed'",
-            "exactly one module.",
+            'exactly one "module."',
         ),
         (
             # Only looks at the names: a bare model may have one part, called module.
             "def load_any(model, state):\n"
             "    wrapped = isinstance(model, nn.DataParallel)\n"
             "    prefixed = all(k.startswith('module.') for k in state)\n"
-            "    did = 'as it is'\n"
+            "    did = 'as is'\n"
             "    if prefixed and not wrapped:\n"
             "        state, did = {k[7:]: v for k, v in state.items()}, 'prefix removed'\n"
             "    elif wrapped and not prefixed:\n"

@@ -99,7 +99,7 @@ def sum_over_ranks(tensor):
     dist.reduce_scatter_single(part, tensor)
     return part
 """,
-            "Collect the parts",
+            "Collect the other ranks' parts",
         ),
         (
             """
@@ -108,7 +108,7 @@ def sum_over_ranks(tensor):
     dist.all_gather(everything, tensor)
     return sum(everything)
 """,
-            "over the budget",
+            "over budget",
         ),
         (
             """
@@ -223,7 +223,7 @@ def ring_all_reduce(tensor):
         ),
     ],
     "6.4": [
-        ("never_came = '2'", "whole number from 0"),
+        ("never_came = '2'", "an int, counted from 0"),
         ("never_came = 0", "says which rank never came"),
     ],
     "6.5": [
@@ -265,7 +265,7 @@ def stop_together(rank, world_size, losses, limit):
     averages = [sum(step) / world_size for step in zip(*losses)]
     return [a for step, a in enumerate(averages) if min(averages[: step + 1]) >= limit]
 """,
-            "doesn't know the losses of the others",
+            "doesn't know the others' losses",
         ),
         (
             AVERAGED.format(rest="if average <= limit: break\n        averages.append(average)"),
