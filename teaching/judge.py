@@ -4,7 +4,7 @@
 ``<id>.begun`` appears there, then ``<id>.verdict``: the status, a line break, the message.
 
 A check calls what the answer defines, so both run in this process, and an answer that tries to
-forge its verdict can. The process hasn't read any notebook, and thus no solution.
+forge its verdict can. The process has read no notebook, and so has no solution.
 """
 
 import json
@@ -97,7 +97,7 @@ def _text(error: BaseException) -> str:
 
 
 def main(folder: Path) -> NoReturn:
-    guard.enter(orphaned_s=0.0)  # an answer doesn't exit on its own
+    guard.enter(orphaned_s=0.0)  # no grace period: an answer may never exit on its own
     as_if_fresh()
     job = json.loads((folder / "job").read_text(encoding="utf-8"))
     _limit_files(job["memory_bytes"])
@@ -122,12 +122,12 @@ def main(folder: Path) -> NoReturn:
         (folder / "verdict").write_bytes(text)
         # So that whoever waits for it finds it complete.
         os.replace(folder / "verdict", folder / f"{todo.exercise}.verdict")
-    # Threads that an answer left running must not keep the process.
+    # Threads that an answer left running must not keep the process alive.
     os._exit(0)
 
 
 def _limit_files(size_bytes: int) -> None:
-    """Limit what the process and each of its children may write and dump, on POSIX."""
+    """Limit the files that the process and its children may write, and disable core dumps (POSIX)."""
     if sys.platform == "win32":
         return
     import resource

@@ -1,4 +1,4 @@
-"""A workshop of half a day or a whole day: the cores of a few lessons, and a page for the teacher.
+"""A half-day or full-day workshop: the cores of a few lessons, and a page for the teacher.
 
     python -m teaching.workshop build/workshop
 
@@ -20,14 +20,14 @@ MORNING_MINUTES, AFTERNOON_MINUTES = 210, 180
 BREAK = "Break"
 # What a half day has besides its lessons, in minutes.
 FIRST = {
-    "morning": ("Everyone has JupyterLab open; what to expect of the day", 15),
+    "morning": ("Everyone has JupyterLab open; what to expect from the day", 15),
     "afternoon": ("Leftovers from the morning; everyone's `progress()`", 5),
 }
-LAST = ("Each says what was new to them; where to read on", 10)
+LAST = ("Everyone says what was new to them; where to go next", 10)
 
-PAGE = """# A workshop of half a day or a whole day
+PAGE = """# A half-day or full-day workshop
 
-Hand out `{zip}`. It has the cores of {count} lessons, without solutions; its `START.md` explains how to begin. Let everyone run `make lab` at home: only the download needs a network. A laptop with two cores and 8 GB is enough.
+Hand out `{zip}`. It has the cores of {count} lessons, without solutions; its `START.md` explains how to begin. Have everyone run `make lab` at home: only the download needs a network. A laptop with two cores and 8 GB is enough.
 
 ## The half day
 
@@ -50,7 +50,7 @@ People do exercises alone or in pairs while you walk around. The check tells the
 
 
 def cores(numbers: Sequence[str]) -> dict[Path, float]:
-    """The notebooks of these lessons, with the minutes of their cores."""
+    """The notebooks of these lessons, with how many minutes their cores take."""
     paths = [path for path in lessons.NOTEBOOKS if lessons.number(path) in numbers]
     return {path: sections.minutes(sections.core(lessons.raw(path)["cells"])) for path in paths}
 

@@ -37,7 +37,7 @@ ENTRIES = _entries()
 
 
 class Problem:
-    """A few parameters on one device, and a loss that pulls them elsewhere."""
+    """A few parameters on one device, and a loss that pulls them toward targets."""
 
     def __init__(self, info: OptimizerInfo, options: dict, dtype: torch.dtype, device: str):
         self.info = info

@@ -121,7 +121,7 @@ def test_a_field_says_what_is_missing_and_accepts_another_try(displayed):
     assert guesses.counts() == {"04": (1, 1)}
 
 
-def test_compare_reports_a_folder_that_cannot_be_written(tmp_path, monkeypatch, capsys):
+def test_compare_reports_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path / "file"))
     guess("4a", 3).compare(3)

@@ -1,4 +1,4 @@
-"""Claims with their mechanism broken, one file per lesson: the cell that proves them must fail.
+"""Claims whose mechanism is broken on purpose, one file per lesson; the proving cell must then fail.
 
 A cell that passes although its claim is false proves nothing. Each entry in a file's ``BROKEN``
 says what's broken and how; ``tests/claims/test_broken_claims.py`` tries them.
@@ -15,7 +15,7 @@ from needed_cells import needed
 from teaching import lessons
 from teaching.lessons import Cell
 
-# Pairs of text: the old one, and its replacement.
+# Pairs of (old text, new text).
 Edits = Sequence[tuple[str, str]]
 
 
@@ -40,7 +40,7 @@ class Broken:
     shorter: Edits = ()
     # The proving cell's id, for a claim with several.
     cell: str = ""
-    # Ids of cells that it needs although it doesn't use their names: they change an object.
+    # Ids of cells that the proving cell needs without using any of their names: they modify an object.
     needs: Sequence[str] = ()
     # Takes more than a few seconds: only make test-all tries it.
     expensive: bool = False
@@ -72,7 +72,7 @@ def proving(broken: Broken) -> tuple[Path, str]:
 
 
 def upto(path: Path, cell_id: str) -> list[Cell]:
-    """A notebook's code cells up to and including one."""
+    """A notebook's code cells, up to and including ``cell_id``."""
     code = [cell for cell in lessons.cells(path) if cell.is_code]
     return code[: [cell.id for cell in code].index(cell_id) + 1]
 
@@ -82,7 +82,7 @@ def cells_to_run(path: Path, cell_id: str, broken: Broken, edits: Edits) -> list
     cells, places = upto(path, cell_id), set()
     for old, new in edits:
         found = [cell.id for cell in cells for _ in range(cell.source.count(old))]
-        assert len(found) == 1, f"the text to change stands in {found or 'no cell'}: {old!r}"
+        assert len(found) == 1, f"the text to change occurs in {found or 'no cell'}: {old!r}"
         places.update(found)
         cells = [replace(cell, source=cell.source.replace(old, new)) for cell in cells]
     cells = needed(cells, broken.needs)

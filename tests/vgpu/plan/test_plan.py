@@ -29,11 +29,11 @@ def read(options):
     return command.plan_of(vars(command.parser().parse_args(f"{OWN} {options}".split())))
 
 
-def test_a_rank_keeps_the_bytes_that_the_estimate_says():
+def test_a_rank_keeps_as_many_bytes_as_estimated():
     step = predict(Plan(SMALL, Layout(dp_shard=4), sequence=128, gpus_per_host=4))
     whole = 4 * SMALL.parameters
     assert 0 < step.allocated_bytes <= step.reserved_bytes
-    kept = step.bytes_by_cause  # in blocks of 512 bytes, plus the rotations for positions
+    kept = step.bytes_by_cause  # in blocks of 512 bytes, plus the rotary position tables
     assert kept["parameters"] == pytest.approx(whole // 4 + 16_384, rel=1e-3)
     assert kept["optimizer state"] == pytest.approx(2 * whole // 4, rel=0.01)
     assert kept["gathered parameters"] > 0 < kept["gradients"]
@@ -47,7 +47,7 @@ def test_a_gpu_reserves_no_room_for_the_whole_model():
     assert step.reserved_bytes < 4 * sizes.parameters
 
 
-def test_each_kind_of_parallelism_sends_its_own_collectives():
+def test_each_kind_of_parallelism_issues_its_own_collectives():
     def sent(layout):
         step = predict(Plan(SMALL, layout, sequence=128, gpus_per_host=4))
         return {e.name for e in step.timeline.events if e.kind == "collective"}
@@ -108,7 +108,7 @@ def test_a_sequence_has_the_models_length_unless_a_length_is_given():
     assert read("--sequence 64")[0].sequence == 64
 
 
-def test_a_plan_leaves_no_process_group_and_no_gpus():
+def test_a_plan_leaves_no_process_group_or_gpus_behind():
     predict(Plan(SMALL, Layout(dp_shard=4), sequence=128, gpus_per_host=4))
     assert not torch.distributed.is_initialized() and not vgpu.is_enabled()
 
@@ -136,7 +136,7 @@ def test_the_command_has_options_for_compiling_and_for_gathering_once():
     assert gathers[0] < gathers[1]
 
 
-def test_embedding_and_output_are_gathered_by_themselves_if_they_are_wrapped():
+def test_embedding_and_output_are_gathered_separately_if_wrapped():
     wrapped, _ = read("--dp-shard 4 --wrap-ends")
     gathered = [
         {e.size_bytes for e in predict(plan).timeline.events if e.name == "all_gather"}
@@ -153,14 +153,14 @@ def test_async_tp_is_an_option_of_a_plan(capsys):
     sent = {event.name for event in predict(plan, **costs).timeline.events}
     plain = predict(plan, fuses=True)
     assert "permute" in sent and "permute" not in {e.name for e in plain.timeline.events}
-    # The loss's parts remain, and sums of several products.
+    # The loss's collectives remain, and those that reduce the sum of several matmuls.
     assert {"all_reduce", "reduce_scatter"} <= sent
     with pytest.raises(SystemExit):
         run("--tp 4 --async-tp")
     assert "--async-tp is a pass of torch.compile: also give --compile" in capsys.readouterr().err
 
 
-def test_products_take_longer_if_gpus_differ_in_speed():
+def test_matmuls_take_longer_if_gpus_differ_in_speed():
     plan = Plan(SMALL, Layout(dp_shard=8), batch=8, sequence=128)
     step = predict(plan, speed_spread=0.1)
     in_products_s = [

@@ -76,7 +76,7 @@ def test_a_tensor_on_the_cpu_is_not_filled_under_a_default_device():
         torch.zeros(4, out=torch.empty(4, device="cpu"))
 
 
-def test_tensor_copies_a_tensor_of_another_gpu_to_the_device():
+def test_tensor_copies_a_tensor_from_another_gpu_to_the_device():
     a = torch.tensor(1.5, device="vgpu:0")
     made = torch.tensor([a, 2.0], device="vgpu:1")
     assert made.tolist() == [1.5, 2.0]
@@ -97,7 +97,7 @@ def test_asarray_shares_memory_only_on_the_same_device(device):
 
 
 @pytest.mark.parametrize("function", [torch.abs, lambda x: x.sgn() * x])
-def test_autograds_zeros_without_memory_can_be_read(function):
+def test_autograds_zero_tensors_can_be_read(function):
     found = []
     for device in ("cpu", "vgpu:1"):
         x = torch.tensor([-2.0, 0.0, 3.0], device=device, requires_grad=True)
