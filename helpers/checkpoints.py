@@ -2,9 +2,12 @@
 
 import json
 import pickle
+import re
 import shutil
 import signal
+import tempfile
 from argparse import Namespace
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
@@ -36,77 +39,101 @@ class Checkpoints:
     previous one is kept until then.
     """
 
-    def __init__(
-        self,
-        folder: Path | None,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        sizes: TransformerSizes,
-        options: Namespace,
-    ) -> None:
-        self.folder, self.state = folder, (model, optimizer)
+    def __init__(self, folder: Path | None, sizes: TransformerSizes, options: Namespace) -> None:
+        self.folder = folder
         named = {name: str(value) for name, value in vars(options).items()}
         self.made_with = {"sizes": asdict(sizes), "options": named}
         self.writing: Any = Future()
         self.writing.set_result(None)
-        # The thread that writes has its own group, separate from the training's.
-        self.group: Any = dist.new_group(backend="gloo") if folder else None
         self.is_terminated = False
+        self.last: Path | None = None
+        """The last complete checkpoint when training starts, the same on all ranks."""
         if folder:
+            # The thread that writes has its own group, separate from the training's.
+            self.group: Any = dist.new_group(backend="gloo")
             signal.signal(signal.SIGTERM, self._terminate)
+            self.last, problem = _from_rank_0(lambda: (self._complete(), self._unwritable()))
+            if problem:
+                raise CheckpointRefused(problem)
 
     def _terminate(self, *_: object) -> None:
         self.is_terminated = True
+
+    def _unwritable(self) -> str:
+        """Why the folder can't be written into; empty if it can."""
+        assert self.folder
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
+                return ""
+        except OSError as error:
+            return f"cannot write into {self.folder}: {error}. Choose another folder"
+
+    def _folders(self) -> list[Path]:
+        """The checkpoints in the folder, complete or not; other names belong to somebody else."""
+        assert self.folder
+        found = sorted(self.folder.glob("step-*"))
+        return [path for path in found if re.fullmatch(r"step-\d{8}", path.name)]
+
+    def _complete(self) -> Path | None:
+        """The last complete checkpoint."""
+        return max(
+            (path for path in self._folders() if (path / ".metadata").exists()), default=None
+        )
 
     def asked_to_stop(self) -> bool:
         """Whether any rank has received SIGTERM, as from Slurm or torchrun; all ranks return the same.
 
         They agree by Gloo, on the host, so this waits for no GPU. Without a folder there's nothing
-        to save, and SIGTERM ends the process as usual.
+        to save, and SIGTERM ends the process as usual. Raises CheckpointRefused on all ranks if the
+        last checkpoint couldn't be written.
         """
-        asked = torch.tensor(self.is_terminated)
+        failed = self.writing.done() and self.writing.exception() is not None
+        asked = torch.tensor([self.is_terminated, failed])
         if self.folder:
             dist.all_reduce(asked, dist.ReduceOp.MAX)
-        return bool(asked)
+        if asked[1]:
+            self.wait()
+        return bool(asked[0])
 
-    def last(self) -> Path | None:
-        """The last complete checkpoint."""
-        found = self.folder.glob("step-*/.metadata") if self.folder else ()
-        return max((path.parent for path in found), default=None)
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        """Load the last complete checkpoint, if any; returns its step, or 0.
 
-    def load(self) -> int:
-        """Load the last complete checkpoint; returns its step, or 0 if there is none."""
-        if not self.folder:
+        ``save`` saves the same model and optimizer.
+        """
+        self.state = model, optimizer
+        if not (path := self.last):
             return 0
-        found = [self.last()]
-        dist.broadcast_object_list(found, src=0)
-        if not (path := found[0]):
-            return 0
-        model, optimizer = get_state_dict(*self.state)
+        parameters, moments = get_state_dict(*self.state)
         found_made_with: dict[str, Any] = {"made_with": ""}
         try:  # fills this rank's tensors, regardless of how many ranks wrote
             dcp.load(found_made_with, checkpoint_id=path)
             there = json.loads(found_made_with["made_with"])
             if differences := _differences(there["sizes"], self.made_with["sizes"]):
                 raise CheckpointRefused(f"{path} is from a different model: {differences}")
-            dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+            dcp.load({"model": parameters, "optimizer": moments}, checkpoint_id=path)
         except CheckpointException as error:
             text = f"{path} is from a different model, or damaged: {_reason(error)}"
-            raise CheckpointRefused(text) from error
-        set_state_dict(*self.state, model_state_dict=model, optim_state_dict=optimizer)
+            advice = "Without that folder, training continues from the checkpoint before it"
+            raise CheckpointRefused(f"{text}. {advice}") from error
+        set_state_dict(*self.state, model_state_dict=parameters, optim_state_dict=moments)
         if dist.get_rank() == 0:
             changed = _differences(there["options"], self.made_with["options"])
             print(f"resumed from {path}" + (f"; {changed}" if changed else ""), flush=True)
         return int(path.name.removeprefix("step-"))
 
     def save(self, step: int) -> None:
-        """Copy the tensors to the host; a thread writes them while training continues."""
+        """Copy the tensors to the host; a thread writes them while training continues.
+
+        The last complete checkpoint is kept until then, all earlier ones are deleted. To keep one,
+        rename its folder.
+        """
         self.wait()
         if self.folder:
             path, (model, optimizer) = self.folder / f"step-{step:08d}", get_state_dict(*self.state)
             if dist.get_rank() == 0:
-                for old in set(self.folder.glob("step-*")) - {self.last(), path}:
-                    shutil.rmtree(old)
+                for old in set(self._folders()) - {self._complete(), path}:
+                    shutil.rmtree(old, ignore_errors=True)
             made_with = json.dumps(self.made_with)
             state = {"model": model, "optimizer": optimizer, "made_with": made_with}
             self.writing = dcp.async_save(state, checkpoint_id=path, process_group=self.group)
@@ -119,6 +146,13 @@ class Checkpoints:
             advice = "Make room or choose another folder; the last complete checkpoint is kept"
             text = f"cannot write into {self.folder}: {_reason(error)}. {advice}"
             raise CheckpointRefused(text) from error
+
+
+def _from_rank_0(function: Callable[[], Any]) -> Any:
+    """Return what ``function`` returns on rank 0, on every rank."""
+    results = [function() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(results, src=0)
+    return results[0]
 
 
 def _differences(there: dict[str, Any], here: dict[str, Any]) -> str:
@@ -134,21 +168,28 @@ def _reason(error: CheckpointException) -> str:
 def load_whole(model: nn.Module, path: Path) -> None:
     """Load a model, sharded or not, from a file with a full state dict, as written by ``torch.save``.
 
-    Rank 0 broadcasts one full tensor at a time, and every rank keeps its shard.
+    Rank 0 reads it and broadcasts one full tensor at a time; every rank keeps its shard. Raises
+    CheckpointRefused on every rank if rank 0 can't read the file, or if it's from another model.
     """
-    try:
-        whole = torch.load(path, map_location="cpu", mmap=True)  # values are read on demand
-    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-        raise CheckpointRefused(f"cannot read {path}: {str(error).splitlines()[0]}") from error
-    if not isinstance(whole, dict):
-        raise CheckpointRefused(f"{path} has no state dict, but a {type(whole).__name__}")
-    whole, own = whole.get("model", whole), model.state_dict()
-    for name in own | whole:
-        there, here = (
-            tuple(state[name].shape) if name in state else None for state in (whole, own)
-        )
-        if there != here:
-            text = f"{path} is from a different model: {name} is {there} there, and {here} here"
-            raise CheckpointRefused(text)
+    whole: dict[str, Any] = {}
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+    def read() -> str:
+        """Fill ``whole``; returns what's wrong with the file."""
+        try:
+            found = torch.load(path, map_location="cpu", mmap=True)  # values are read on demand
+        except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+            return f"cannot read {path}: {str(error).splitlines()[0]}"
+        if not isinstance(found, dict):
+            return f"{path} has no state dict, but a {type(found).__name__}"
+        whole.update(found.get("model", found))
+        for name in own | whole:
+            there = tuple(whole[name].shape) if name in whole else None
+            if there != (here := own.get(name)):
+                return f"{path} is from a different model: {name} is {there} there, and {here} here"
+        return ""
+
+    if problem := _from_rank_0(read):
+        raise CheckpointRefused(problem)
     how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, whole, options=how)

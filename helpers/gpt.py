@@ -1,8 +1,16 @@
-"""What ``notebooks/train.py`` knows about its model: sizes, its tensor parallelism, and its FLOPs."""
+"""What ``notebooks/train.py`` needs beside the training itself.
+
+Its model's sizes, tensor parallelism and FLOPs; how a rank finds its GPU and the others; messages.
+"""
+
+import os
+import sys
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -12,6 +20,8 @@ from torch.distributed.tensor.parallel import (
 
 from vgpu.plan.estimate import flop_per_token
 from vgpu.plan.transformer import LETTERS, LLAMA, TransformerSizes
+
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 MODELS = {"letters": LETTERS, **LLAMA}
 """Sizes of a ``Transformer``: a small one to train here, and those of Llama 3.1."""
@@ -63,3 +73,53 @@ def speed(tokens_per_s: float, sizes: TransformerSizes, device: str) -> str:
         flop_per_s = tokens_per_s / dist.get_world_size() * flop_per_token(sizes, sizes.sequence)
         text += f", MFU {flop_per_s / (peaks[0] * 1e12):.1%}"
     return text
+
+
+def join() -> str:
+    """Take this rank's GPU, or the CPU if there is none; meet the other ranks."""
+    device, ranks_here = "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if (gpus := torch.accelerator.device_count()) and not torch.backends.mps.is_available():
+        if gpus < ranks_here:
+            refuse(
+                f"{ranks_here} ranks on a host with {gpus} GPUs: start one rank per GPU, or hide the "
+                "GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
+            )
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
+        device = accelerator.type  # "cuda", or "vgpu" for virtual GPUs
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.set_float32_matmul_precision("high")  # TF32: tensor cores, and 10 of 23 bits
+    if dist.is_initialized():  # by python -m vgpu --cluster
+        return device
+    backend = dist.get_default_backend_for_device(device)
+    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{backend}"
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    if restarts and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        refuse(
+            "torchrun's --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: "
+            "with the old store, restarted ranks may wait for ranks that are gone"
+        )
+    store = None if "RANK" in os.environ else dist.HashStore()
+    dist.init_process_group(backend, store=store, rank=RANK, world_size=RANKS)
+    return device
+
+
+def refuse(message: object) -> NoReturn:
+    """Exit with a sentence on stderr, once per host."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        print(f"train.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def summary(mesh: DeviceMesh, sizes: TransformerSizes, batch: int) -> str:
+    """What is trained, and on what, in one line."""
+    named = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    layout = ", ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "1 rank"
+    kind = mesh.device_type
+    device = torch.cuda.get_device_name() if kind == "cuda" else kind
+    tokens = batch * sizes.sequence
+    return f"{sizes.parameters:,} parameters, {tokens:,} tokens per step; {device}: {layout}"
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -6,6 +6,7 @@
 The text differs slightly between versions of Python; the vocabulary doesn't.
 """
 
+import itertools
 from collections.abc import Iterator
 from functools import cache
 from pydoc_data.topics import topics
@@ -83,13 +84,15 @@ def batches(
     seed: int = 0,
     rank: int = 0,
     world_size: int = 1,
+    skip: int = 0,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield one rank's inputs and targets, (batch_size / world_size, length) int64, without end.
 
     Sequences start at random positions, redrawn for each batch; a target is the letter after its input.
     ``batch_size`` counts the sequences of all ranks. The same seed gives the same sequences for any
     ``world_size``, and the ranks split them in order, so the concatenated batches of all ranks are the
-    batch of a single process. Raises ValueError for sizes that don't fit.
+    batch of a single process. The first ``skip`` batches are left out, without reading their tokens.
+    Raises ValueError for sizes that don't fit.
     """
     if tokens.dim() != 1 or len(tokens) <= length or length < 1:
         raise ValueError(
@@ -104,16 +107,26 @@ def batches(
         )
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} isn't one of {world_size} ranks, which are numbered from 0.")
-    return _drawn(tokens, batch_size, length, seed, rank, world_size)
+    if skip < 0:
+        raise ValueError(f"skip must be 0 or more batches, got {skip}")
+    return _drawn(tokens, batch_size, length, seed, rank, world_size, skip)
 
 
 def _drawn(
-    tokens: torch.Tensor, batch_size: int, length: int, seed: int, rank: int, world_size: int
+    tokens: torch.Tensor,
+    batch_size: int,
+    length: int,
+    seed: int,
+    rank: int,
+    world_size: int,
+    skip: int,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     window = torch.arange(length + 1)
-    while True:
+    for number in itertools.count():
         starts = torch.randint(len(tokens) - length, (batch_size,), generator=generator)
+        if number < skip:
+            continue
         own = starts.chunk(world_size)[rank]
         sequences = tokens[own[:, None] + window].long()  # (batch_size / world_size, length + 1)
         yield sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()

@@ -5,29 +5,28 @@
     torchrun --nproc-per-node 4 -m vgpu train.py --dp-shard 2 --tp 2     four virtual GPUs
     python -m vgpu --cluster 8x8 --gpu H100 train.py --batch 64          predicts the step of 64
 
-The same command again goes on from the last checkpoint: bit for bit in the same layout on the CPU,
+The same command continues from the last checkpoint: bit for bit in the same layout on the CPU,
 otherwise up to rounding. It learns letters from Python's own documentation. For a run of your own:
 
-    data          train: any (N,) tokens in place of letters(...), or your samples for batches(...)
+    data          train: any (N,) tokens, such as a np.memmap, instead of letters(...), or your own
+                  batches(...): equally many targets per rank and microbatch, since means are averaged
     model         build: the module, and an initialize that fills what to_empty leaves undefined
     division      TENSOR_PLAN, in helpers/gpt.py, by module name; divide: what FSDP2 gathers at once
-    sizes, MFU    helpers/gpt.py: MODELS, and in speed the FLOPs of a token and the peaks of GPUs
+    sizes, MFU    helpers/gpt.py: MODELS, and in speed the FLOPs per token and the GPUs' peaks
     dimensions    mesh_dimensions, then divide; ranks that get the same samples: place, in train
+    elsewhere     copy helpers/gpt.py, checkpoints.py and text.py, too; the model is in vgpu.plan
 """
 
 import math
 import os
 import signal
-import sys
 import time
 import warnings
 from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,11 +40,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from helpers.checkpoints import CheckpointRefused, Checkpoints, load_whole
-from helpers.gpt import MODELS, TENSOR_PLAN, speed
+from helpers.gpt import MODELS, RANK, RANKS, TENSOR_PLAN, join, refuse, speed, summary, whole
 from helpers.text import batches, letters
 from vgpu.plan.transformer import Transformer, TransformerSizes
-
-RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def main() -> None:
@@ -58,10 +55,10 @@ def main() -> None:
         "width": (0, "of the model; 0 for its own"),
         "sequence": (0, "tokens of a sequence; 0 for the model's own"),
         "batch": (32, "sequences of a step, on all ranks together"),
-        "accumulate": (1, "microbatches of a step; only the last sends gradients"),
+        "accumulate": (1, "microbatches per step; only the last sends gradients to other replicas"),
         "steps": (100, "of the whole training"),
         "warm-up": (10, "steps in which the learning rate rises"),
-        "save-every": (20, "steps between checkpoints"),
+        "save-every": (20, "steps between held-out losses, and checkpoints"),
     }
     parser.add_argument("--model", choices=MODELS, default="letters", help="sizes (%(default)s)")
     for name, (default, text) in numbers.items():
@@ -77,6 +74,8 @@ def main() -> None:
     for name, (default, _) in numbers.items():
         if getattr(options, name.replace("-", "_")) < (least := min(default, 1)):
             refuse(f"--{name} must be at least {least}")
+    if not 0 < options.learning_rate < math.inf:
+        refuse(f"--learning-rate must be positive and finite, got {options.learning_rate}")
     own = {name: getattr(options, name) for name in ("layers", "width", "sequence")}
     sizes = replace(MODELS[options.model], **{name: n for name, n in own.items() if n})
     axes = mesh_dimensions(options, sizes)
@@ -86,29 +85,9 @@ def main() -> None:
     try:
         mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
         train(options, sizes, mesh, device)
-    except CheckpointRefused as error:
+    except CheckpointRefused as error:  # on every rank
         refuse(error)
-    finally:
-        dist.destroy_process_group()
-
-
-def join() -> str:
-    """Take this rank's GPU, or the CPU where there are too few; meet the other ranks."""
-    device, ranks_here = "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if torch.accelerator.device_count() >= ranks_here and not torch.backends.mps.is_available():
-        device = torch.accelerator.current_accelerator().type  # "cuda", or "vgpu" if it is virtual
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
-        torch.set_float32_matmul_precision("high")  # TF32: tensor cores, and 10 of 23 bits
-    if dist.is_initialized():  # by python -m vgpu --cluster
-        return device
-    backend = dist.get_default_backend_for_device(device)
-    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{backend}"
-    store = dist.HashStore()
-    if "RANK" in os.environ:  # torchrun's store outlives a restart: forget ranks that are gone
-        store, *_ = next(dist.rendezvous("env://"))
-        store = dist.PrefixStore(f"start {store.add(f'starts of {RANK}', 1)}", store)
-    dist.init_process_group(backend, store=store, rank=RANK, world_size=RANKS)
-    return device
+    dist.destroy_process_group()  # not after an error: it might wait for ranks that are waiting
 
 
 def mesh_dimensions(options: Namespace, sizes: TransformerSizes) -> dict[str, int]:
@@ -138,42 +117,60 @@ def divide(model: Transformer, mesh: DeviceMesh, options: Namespace) -> None:
         parallelize_module(model, mesh["tp"], TENSOR_PLAN)
     for block in model.blocks:
         if options.recompute:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            # A lambda, because torch.compile skips a module whose forward is checkpoint itself.
+            block.forward = lambda *x, f=block.forward: checkpoint(f, *x, use_reentrant=False)
         if options.compile:
-            block.compile()
+            block.compile(fullgraph=True)
     if mesh["dp_shard"].size() == mesh["tp"].size() == 1:
         return  # copies, which DistributedDataParallel keeps equal
     replicated = mesh["dp_replicate"].size() > 1
     dp = mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"]
     dtype = torch.bfloat16 if options.bf16 else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # Inputs aren't cast: the blocks multiply by cos and sin in float32.
+    policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for module in (model.embedding, *model.blocks, model.output, model):
         fully_shard(module, mesh=dp, mp_policy=policy)
 
 
-def build(options: Namespace, sizes: TransformerSizes, mesh: DeviceMesh) -> nn.Module:
+def build(
+    options: Namespace, sizes: TransformerSizes, mesh: DeviceMesh, resumes: bool
+) -> nn.Module:
     with torch.device("meta"):
         model = Transformer(sizes)
     divide(model, mesh, options)
     model.to_empty(device=mesh.device_type)  # room for this rank's part, and for nothing else
-    model.initialize()
-    if options.weights:
+    model.initialize(only_buffers=resumes or bool(options.weights))
+    if options.weights and not resumes:
         load_whole(model, options.weights)
     if RANKS == mesh["dp_replicate"].size() > 1:
-        return DistributedDataParallel(model)
+        return DistributedDataParallel(model, forward_sync_buffers=False)
     return model
 
 
 def backward(model: nn.Module, inputs: Tensor, targets: Tensor, options: Namespace) -> Tensor:
     """Add to the gradients for (B, S) tokens; returns their mean loss."""
+    with loss_parallel() if options.tp > 1 else nullcontext():
+        loss = loss_of(model, inputs, targets, options)
+        (loss / options.accumulate).backward()
+    return whole(loss.detach())
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, options: Namespace) -> Tensor:
     sharded = isinstance(next(model.parameters()), DTensor)  # then FSDP2 casts, not autocast
     with torch.autocast(inputs.device.type, torch.bfloat16, enabled=options.bf16 and not sharded):
         logits = model(inputs)  # (B, S, vocabulary)
-    with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        del logits  # only the loss holds them while backward runs
-        (loss / options.accumulate).backward()
-    return whole(loss.detach())
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: list[tuple[Tensor, Tensor]], options: Namespace) -> float:
+    """The mean loss of all ranks on batches that the model isn't trained on."""
+    device, losses = next(model.parameters()).device, []
+    with loss_parallel() if options.tp > 1 else nullcontext():
+        for inputs, targets in data:
+            losses.append(whole(loss_of(model, inputs.to(device), targets.to(device), options)))
+    dist.all_reduce(loss := torch.stack(losses).mean())
+    return loss.item() / RANKS
 
 
 def train_step(
@@ -183,8 +180,10 @@ def train_step(
     losses: list[Tensor] = []
     for inputs, targets in zip(*(part.chunk(options.accumulate) for part in batch), strict=True):
         is_last = len(losses) == options.accumulate - 1
-        if isinstance(model, FSDPModule):  # until the last, each rank holds whole gradients
-            model.set_requires_gradient_sync(is_last)
+        if isinstance(
+            model, FSDPModule
+        ):  # gradients are sharded each time; replicas add at the end
+            model.set_requires_all_reduce(is_last)
         waits = isinstance(model, DistributedDataParallel) and not is_last
         with model.no_sync() if waits else nullcontext():
             losses.append(backward(model, inputs, targets, options))
@@ -197,15 +196,21 @@ def train_step(
 
 
 def train(options: Namespace, sizes: TransformerSizes, mesh: DeviceMesh, device: str) -> None:
-    model = build(options, sizes, mesh)
+    checkpoints = Checkpoints(options.checkpoints, sizes, options)
+    model = build(options, sizes, mesh, resumes=checkpoints.last is not None)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
-    checkpoints = Checkpoints(options.checkpoints, model, optimizer, sizes, options)
-    begin = checkpoints.load()
+    begin = checkpoints.load(model, optimizer)
+    if RANK == 0:
+        print(summary(mesh, sizes, options.batch), flush=True)
     # Ranks of tp compute on the same samples. The seed decides on all batches, after a restart too.
     place = {"rank": RANK // options.tp, "world_size": RANKS // options.tp}
-    data = batches(letters(train=True), options.batch, sizes.sequence, **place)
-    began_s, shown, skipped = time.perf_counter(), begin, torch.zeros((), device=device)
-    for step, batch in enumerate(islice(data, begin, options.steps), begin + 1):
+    data = batches(letters(train=True), options.batch, sizes.sequence, skip=begin, **place)
+    microbatch = options.batch // options.accumulate
+    held_out = batches(letters(train=False), microbatch, sizes.sequence, **place)
+    held_out = list(islice(held_out, 4))
+    began_s, shown = time.perf_counter(), begin
+    skipped, in_a_row = torch.zeros((2, 1), device=device)
+    for step, batch in enumerate(islice(data, options.steps - begin), begin + 1):
         if device != "cpu":  # pinned: the host goes on before the GPU has taken them
             batch = tuple(part.pin_memory().to(device, non_blocking=True) for part in batch)
         for group in optimizer.param_groups:  # warming up, then half a cosine
@@ -213,7 +218,8 @@ def train(options: Namespace, sizes: TransformerSizes, mesh: DeviceMesh, device:
             group["lr"] = options.learning_rate * min(step / options.warm_up, cosine)
         loss, norm = train_step(model, optimizer, batch, options)
         skipped += optimizer.found_inf
-        ends = step == options.steps or checkpoints.asked_to_stop()
+        in_a_row = (in_a_row + 1) * optimizer.found_inf
+        ends = (is_stopped := checkpoints.asked_to_stop()) or step == options.steps
         if step % 10 == 0 or ends:
             dist.all_reduce(loss)
             line = f"step {step}: loss {loss.item() / RANKS:.6f}, norm {norm.item():.4f}"
@@ -224,26 +230,20 @@ def train(options: Namespace, sizes: TransformerSizes, mesh: DeviceMesh, device:
             line += f", {count} updates skipped: gradients not finite" if count else ""
             if RANK == 0:
                 print(line, flush=True)
-            if count == 10:
+            if in_a_row.item() >= 10:
                 refuse("none of the last 10 gradients was finite")
             began_s, shown, skipped = now_s, step, 0 * skipped
         if step % options.save_every == 0 or ends:
             checkpoints.save(step)
-        if ends:
-            break
+            line = f"step {step}: held-out loss {evaluate(model, held_out, options):.6f}"
+            if RANK == 0:
+                print(line, flush=True)
+        if is_stopped:
+            checkpoints.wait()
+            refuse(f"stopped by SIGTERM after step {step}; the same command continues from there")
         if options.lose == f"{RANK}:{step}" and begin == 0:
             os.kill(os.getpid(), signal.SIGKILL)
     checkpoints.wait()
-
-
-def refuse(message: object) -> NoReturn:
-    if RANK == 0:  # every rank finds the same
-        print(f"train.py: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
-def whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 if __name__ == "__main__":

@@ -202,12 +202,18 @@ class Transformer(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     @torch.no_grad()
-    def initialize(self, seed: int = 0) -> None:
+    def initialize(self, seed: int = 0, only_buffers: bool = False) -> None:
         """Initialize every parameter and buffer in place, for a model from the meta device.
 
         The values don't depend on how the model is divided: each rank draws all of them on the host,
-        one whole parameter at a time, and keeps its part.
+        one whole parameter at a time, and keeps its part. With ``only_buffers``, the parameters are
+        left alone, for a model whose parameters are loaded next.
         """
+        angles = rotary_angles(len(self.cos), self.sizes.head_width, self.sizes.rotary_base)
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+        if only_buffers:
+            return
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
@@ -220,9 +226,6 @@ class Transformer(nn.Module):
                 mesh, placements = parameter.device_mesh, parameter.placements
                 whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             parameter.copy_(whole)
-        angles = rotary_angles(len(self.cos), self.sizes.head_width, self.sizes.rotary_base)
-        self.cos.copy_(angles.cos())
-        self.sin.copy_(angles.sin())
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         length = tokens.size(1)
