@@ -197,6 +197,6 @@ def refused(rank, world_size):
 
 def test_counters_refuse_a_gather_and_a_cpu_tensor_on_a_rank_with_a_gpu():
     uncounted, misplaced = launch.run(refused, 2, gpu="V100")[0]
-    assert uncounted.startswith("what a rank sends is counted only for all_reduce")
+    assert uncounted.startswith("the bytes that a rank sends are counted only for all_reduce")
     assert "not for gather" in uncounted
     assert "all_reduce was given a CPU tensor, and NCCL" in misplaced
