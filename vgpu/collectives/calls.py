@@ -1,10 +1,10 @@
 """One call of a collective, read from its operator's arguments, and the checks that may reject it.
 
-Real ranks and a virtual cluster's reject the same calls, with NCCL's errors for what NCCL checks
-(ProcessGroupNCCL.cpp, c10d/Utils.hpp). They also reject calls that would make NCCL read or write
-past the end of a tensor, or between the elements of a non-contiguous one. Functional collectives
-need few checks, because they create their results and copy non-contiguous inputs. table.py lists
-the checks of each operator.
+Real ranks and a virtual cluster's ranks reject the same calls, with NCCL's errors for what NCCL
+checks (ProcessGroupNCCL.cpp, c10d/Utils.hpp). They also reject calls that would make NCCL read or
+write past the end of a tensor, or between the elements of a non-contiguous one. Functional
+collectives need few checks, because they create their results and copy non-contiguous inputs.
+table.py lists the checks for each operator.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -60,7 +60,7 @@ class Call:
 
     @property
     def ranks(self) -> list[int]:
-        """The global numbers of the participating ranks."""
+        """The participating ranks, as global ranks."""
         ranks = dist.get_process_group_ranks(self.group)
         return ranks if self.peer is None else [dist.get_rank(), ranks[self.peer]]
 

@@ -118,8 +118,8 @@ def _gather_unequal_parts(call: Call, args: Args) -> _Result:
 def _exchange_lists(call: Call, args: Args) -> _Result:
     """Run an all-to-all of lists, whose parts may differ in size; block until it has finished.
 
-    gloo's own, since torch 2.15, is for equal parts only. NCCL makes no copies, so the copies here
-    are made on the CPU tensors inside.
+    gloo's own all-to-all of lists, available since torch 2.15, is for equal parts only. NCCL makes
+    no copies, so the copies here are made on the CPU tensors inside.
     """
     given = torch.cat([_row_inside(part) for part in call.inputs])
     sizes = [part.numel() for part in call.outputs]

@@ -35,7 +35,7 @@ BACKEND = "vccl"
 _CPU = torch.device("cpu")
 
 ranks_are_absent = False
-"""Whether the other ranks of new groups don't exist; ``cluster`` sets this for its block."""
+"""Whether the other ranks of new groups are absent; ``cluster`` sets this for its block."""
 
 
 def install(changes: Changes) -> None:
@@ -194,7 +194,7 @@ _unclaimed: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.Store, str]
 """For each group in which this rank hasn't used a GPU yet: the store where ranks claim theirs, and
 the group's key.
 """
-_groups_made: collections.Counter[str] = collections.Counter()  # by name, as names are reused
+_groups_made: collections.Counter[str] = collections.Counter()  # by name; names are reused
 
 
 def claim_gpu(group: dist.ProcessGroup, gpu: VirtualGPU) -> None:

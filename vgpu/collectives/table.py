@@ -85,7 +85,7 @@ def _all_reduce(size_bytes: float, count: int, route: Route) -> float:
 
 
 def _tree(size_bytes: float, count: int, route: Route) -> float:
-    """Return the time of sums up and down a tree of hosts, with a chain of GPUs in each host.
+    """Return the time to send sums up and down a tree of hosts, along a chain in each host.
 
     The bytes cross each link twice; 0.92 of a ring's bandwidth is NCCL's own estimate (tuning.cc).
     """

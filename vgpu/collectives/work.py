@@ -58,7 +58,7 @@ class OwnMessage:
 
 
 class Ending:
-    """The end of a collective: of gloo's transfer of the values, and in virtual time."""
+    """Tracks the end of a collective: gloo's transfer of the values, and the virtual time."""
 
     def __init__(
         self,

@@ -86,7 +86,7 @@ class RankState:
     """Where one rank is."""
 
     stage: str
-    """"is starting", "runs" or "has returned"."""
+    """"is starting", "runs", "has returned" or, for a stopped process, "is stopped"."""
     call_site: CallSite | None = None
     call: str = ""
     """The function of torch.distributed, or the part of DDP or autograd, that the rank is in."""

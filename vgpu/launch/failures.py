@@ -58,7 +58,7 @@ def has_lost_peer(rank: RankProcess) -> bool:
 
 
 def failure_error(ranks: Sequence[RankProcess], scratch: Path) -> LaunchError:
-    """Return the error for the rank that failed first and on its own."""
+    """Return the error for the first rank that failed on its own."""
     failed = sorted(filter(has_failed, ranks), key=lambda r: (has_lost_peer(r), _failed_ns(r)))
     if failed[0].died:
         return _died(failed[0], ranks, scratch)

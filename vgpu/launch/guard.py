@@ -89,7 +89,7 @@ def _guard(child: int, orphaned_s: float) -> int:
     while child not in statuses and number == signal.SIGCHLD:
         number = signal.Signals(signal.sigwait(_NOTICED))
         _reap(statuses)
-    # When its parent dies, a rank exits by itself, and removes its folder first.
+    # When its parent dies, a rank removes its folder and exits on its own.
     grace_s = {signal.SIGCHLD: GRACE_S, signal.SIGHUP: orphaned_s, signal.SIGTERM: 0.0}[number]
     until_s = time.monotonic() + grace_s
     while _reap(statuses) and (left_s := until_s - time.monotonic()) > 0:

@@ -79,7 +79,7 @@ def _missing_peer(states: Sequence[RankState | None], rank: int) -> set[int]:
 
 
 def _missing_in_new_group(states: Sequence[RankState | None], state: RankState) -> set[int]:
-    """Return the ranks of a new group that haven't called new_group as often, or are stopped."""
+    """Return the ranks of a new group that called new_group less often, or are stopped."""
     return {
         rank
         for rank in state.new_group

@@ -136,7 +136,7 @@ class RankProcesses:
         return [rank.state for rank in self.ranks]
 
     def release(self, time_s: float) -> None:
-        """Let ranks that have sent their results exit, and wait for that for at most ``time_s``."""
+        """Let ranks that have sent their results exit, and wait at most ``time_s`` for that."""
         for rank in self.ranks:
             rank.send("release")
         until_s = time.monotonic() + time_s

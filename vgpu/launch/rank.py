@@ -68,7 +68,7 @@ class Job:
     backend: str
     threads: int
     gpus: tuple[vgpu.GPUSpec, int] | None
-    """The model and memory of each rank's virtual GPU; None if ranks have none."""
+    """The model and memory size of each rank's virtual GPU; None if ranks have none."""
     connect_nccl: bool
     """Whether NCCL connects the ranks' GPUs before the function begins."""
     environment: dict[str, str]
@@ -81,7 +81,7 @@ class Joined:
     """The rank has joined its process group; the function starts."""
 
     pid: int
-    """The rank's own process id; the parent may know only that of the guard above it."""
+    """The rank's own process id; the parent may only know the guard's."""
 
 
 @dataclass

@@ -33,7 +33,7 @@ class _Speed(NamedTuple):
     narrow: float  # for a head width of 64, in the limit of long sequences
     wide: float  # for a head width of 128, in the same limit
     tokens: float  # the sequence length at which the kernel reaches half of these speeds
-    forward: float = 1.0  # how many times as fast the forward pass alone is
+    forward: float = 1.0  # the forward pass's own speed, as a multiple of these
 
 
 class _Measured(NamedTuple):
@@ -44,12 +44,12 @@ class _Measured(NamedTuple):
 
 # Dao, 2023, FlashAttention-2, figures 4 and 7: FlashAttention 1 and 2 on an A100 80 GB SXM4 and an
 # H100 80 GB SXM5, and the Triton version on the A100, for 512 to 16k tokens. (The bars are also in
-# Dao-AILab/flash-attention: assets/flash2_a100_fwd_bwd_benchmark.png, and the same with h100.)
-# According to section 4.1 of the paper, version 2 is 1.3 to 1.5 times as fast as Triton in the
-# forward pass, and about twice as fast in the backward pass. Triton's row for the H100, which
-# nobody measured, and Triton's ratio of forward to backward speed are derived from that. Shah et
-# al., 2024, FlashAttention-3: figure 5 for the forward pass; the backward pass is 1.5 to 1.75 times
-# as fast as version 2's. cuDNN 9's speed is within 15% of version 3's.
+# Dao-AILab/flash-attention, assets/flash2_{a100,h100}_fwd_bwd_benchmark.png.) According to section
+# 4.1 of the paper, version 2 is 1.3 to 1.5 times as fast as Triton in the forward pass, and about
+# twice as fast in the backward pass. Triton's row for the H100, which nobody measured, and Triton's
+# ratio of forward to backward speed are derived from that. Shah et al., 2024, FlashAttention-3:
+# figure 5 for the forward pass; the backward pass is 1.5 to 1.75 times as fast as version 2's.
+# cuDNN 9's speed is within 15% of version 3's.
 _FLASH_2_A100 = _Measured(312, _Speed(178, 204, 182), _Speed(174, 193, 505))
 KERNELS: dict[str, dict[int, _Measured]] = {
     "flash 1": {

@@ -20,7 +20,7 @@ pieces of its collective. The pass is modeled on torch.compile's
 ``_pipelined_produce_and_all2all`` in torch/distributed/_symmetric_memory). It matches two patterns,
 each among n GPUs of one host:
 
-- An all-gather whose result is the left factor of matmuls. Each GPU multiplies the piece that it
+- An all-gather whose result is the left operand of matmuls. Each GPU multiplies the piece that it
   has while it receives the next one from a neighbor. All matmuls that read the gathered tensor
   share its pieces.
 - A matmul whose result is read only by a reduce-scatter. While one piece is being sent, the next
@@ -43,11 +43,11 @@ also copies a matmul's result that's kept for the backward pass (0.4 of the 75 m
 
 This pass doesn't model those two copies; barriers (15 in a matmul and its reduce-scatter), except
 that all ranks of a group send a piece at the same time; the memory bandwidth that a copy takes from
-a concurrent matmul; lower clocks when a GPU that's at its power limit does both; kernels of two
-pieces that run side by side and fill the end of each other's last wave; a right factor that's
-computed between a gather and its matmul, which keeps this pass from pairing the two; the fact that
-torchtitan compiles only the blocks, not the last matmul; and memory, both of the buffers and of the
-eliminated copies.
+a concurrent matmul; lower clocks when a GPU at its power limit copies and computes at once; kernels
+of two pieces that run side by side and fill the end of each other's last wave; a right operand
+that's computed between a gather and its matmul, which keeps this pass from pairing the two; the
+fact that torchtitan compiles only the blocks, not the last matmul; and memory, both of the buffers
+and of the eliminated copies.
 """
 
 from collections.abc import Iterable, Sequence
@@ -101,12 +101,13 @@ class _Pass:
 # If a chain would have more inputs than this, its intermediate results are written to memory first.
 _MOST_READS = 8
 
-# Operations that only reorder their input. A copy may also change the dtype; its size shows it.
+# Operations that only reorder their input. A copy may also change the dtype; its size
+# shows whether it does.
 _MOVES = {"cat", "clone", "copy"}
 
-# The inputs of a chain. A key holds whether the input was written before the recording, its block
-# if so or the event that wrote it if not, and its offset in the block. A value holds the bytes to
-# read and the event that wrote them.
+# The inputs of a chain. A key identifies an input by whether it was written before the recording,
+# by its block (if it was) or the event that wrote it (if not), and by its offset in the block. A
+# value holds the bytes to read and that event.
 _Reads = dict[tuple[bool, int, int], tuple[int, int | None]]
 
 
@@ -166,7 +167,7 @@ class Fusion(_Pass):
         self.number_of.append(self._begin(RecordEvent(step.stream)))
 
     def _beginnings(self, reads: Iterable[Read]) -> _Reads:
-        """Return the inputs of the chain that ends with an operation reading ``reads``."""
+        """Return the inputs of the chain that ends with an operation that reads ``reads``."""
         beginnings: _Reads = {}
         for read in reads:
             writer = read.writer
@@ -233,7 +234,7 @@ def in_pieces(program: Program) -> Sequence[ProgramStep]:
 
 
 class _Product(NamedTuple):
-    """A matmul and its factors."""
+    """A matmul and its operands."""
 
     kernel: Kernel
     factors: Factors
@@ -321,7 +322,7 @@ class _Pairs:
             reader, writers = source, step.operands.writers
 
     def _product(self, event: int, collective: GroupCollective) -> _Product | None:
-        """Return an event's matmul if the collective's thread launched it on the same stream."""
+        """Return an event's matmul if the collective's thread issued it on the same stream."""
         step = self._steps[event]
         if not isinstance(step, Kernel) or step.operands.factors is None:
             return None

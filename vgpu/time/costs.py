@@ -95,7 +95,7 @@ class Workload(NamedTuple):
     def of_rows(self, parts: int, right_bytes: int) -> "Workload":
         """Return the workload for one of ``parts`` equal parts of a matmul's rows.
 
-        ``right_bytes`` is the size of the right factor, which each part reads.
+        ``right_bytes`` is the size of the right operand, which each part reads.
         """
         size_bytes = (self.size_bytes - right_bytes) // parts + right_bytes
         product = self.product and self.product._replace(
@@ -197,8 +197,8 @@ class CostModel:
             )
         if self.async_tp and not self.fuses:
             raise ValueError(
-                "async_tp is a torch.compile pass: it also needs fuses=True, which record() must "
-                "already have"
+                "async_tp is a torch.compile pass: it also needs fuses=True, which must be passed "
+                "to record()"
             )
         if self.link is None:
             object.__setattr__(self, "link", self.spec.link)
@@ -257,7 +257,7 @@ class CostModel:
 
     @property
     def slowest(self) -> float:
-        """How many times longer arithmetic takes on the slowest GPU than on an average one."""
+        """How many times as long arithmetic takes on the slowest GPU as on an average one."""
         if not self.speed_spread:
             return 1.0
         return 1 + self.speed_spread * expected_largest(self.slowest_of)
@@ -275,19 +275,19 @@ class CostModel:
         return self.python_launch_s * max(1.0, threads * self.locked_share)
 
     def copy_time_s(self, size_bytes: int) -> float:
-        """Return the seconds for a copy from one GPU to another."""
+        """Return the seconds that a copy from one GPU to another takes."""
         return self.collective_time_s("send", size_bytes, 2)
 
     def host_copy_time_s(self, size_bytes: int) -> float:
-        """Return the seconds for a copy between a GPU and its host."""
+        """Return the seconds that a copy between a GPU and its host takes."""
         return self._seconds("send", size_bytes, 2, self.spec.host_link)
 
     def collective_time_s(self, name: str, size_bytes: float, count: int) -> float:
-        """Return the seconds for a collective in ``collectives/table.py`` among ``count`` GPUs."""
+        """Return the seconds that a collective from table.py takes among ``count`` GPUs."""
         return self._seconds(name, size_bytes, count, self.link)
 
     def group_time_s(self, name: str, size_bytes: float, ranks: Sequence[int]) -> float:
-        """Return the seconds for a collective among these ranks, numbered host by host."""
+        """Return the seconds that a collective takes among these ranks, numbered host by host."""
         hosts = self.hosts_of(ranks)
         if self.network is None or len(hosts) == 1:
             return self.collective_time_s(name, size_bytes, len(ranks))
@@ -367,7 +367,7 @@ def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Workload
     )
     if fused is not None and fused.causal:
         flop //= 2  # the masked half is skipped, but the counter counts it
-    # Each argument is read once and each result written once; one changed in place is both.
+    # Each argument is read once and each result written once; an argument changed in place is both.
     touched = [*tensors_in((args, tuple(kwargs.values()))), *tensors_in(result)]
     size_bytes = sum(touched_bytes(tensor) for tensor in touched)
     if not flop:
@@ -409,7 +409,7 @@ def _product_of(func: Operator, flop: int, result: torch.Tensor) -> Product | No
 
 
 def _arithmetic_of(func: Operator, touched: list[torch.Tensor]) -> str:
-    """Return what an operator with FLOPs, such as a matmul or a convolution, computes with."""
+    """Return the arithmetic of an operator that the FLOP counter knows, such as a matmul."""
     types = {tensor.dtype for tensor in touched}
     if types & {torch.float8_e4m3fn, torch.float8_e5m2}:
         return FLOAT8
@@ -423,7 +423,7 @@ def _arithmetic_of(func: Operator, touched: list[torch.Tensor]) -> str:
 
 
 def touched_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes that reading the tensor once takes; an expanded dimension is read once."""
+    """Return the bytes read if the tensor is read once; an expanded dimension counts once."""
     # Querying the virtual tensor would take longer, and might itself be recorded.
     values = getattr(tensor, "_inner", tensor)
     if values.layout is not torch.strided:

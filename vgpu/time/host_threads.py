@@ -110,8 +110,8 @@ class HostThreads:
     def fork(self, caller: HostThread, threads: int) -> None:
         """Make threads that appear from now on start at the caller's current time.
 
-        They share one GIL, and each gets an equal part of its time. The parts are computed, not
-        simulated turn by turn, so nothing depends on how the real threads interleave.
+        They share one GIL equally. Each thread's share is computed, not simulated turn by turn, so
+        nothing depends on how the real threads interleave.
         """
         self._parent = self._program.begin_thread(0, caller, 1)
         self._sharing = threads
@@ -280,8 +280,8 @@ class CallSites:
     ) -> "tuple[RecordedStream, HostThread]":
         """Return the stream of the next operation on ``gpu``, and the thread that issues it.
 
-        Also sets the thread's module. ``note`` says whether to note the operation's autograd node,
-        too: not for the source of a copy, for example, since the copy's backward runs on the
+        Also sets the thread's module. ``note`` says whether to note the operation's autograd node.
+        It's False for the source of a copy, for example, since the copy's backward runs on the
         target's stream.
         """
         if in_backward():

@@ -5,8 +5,9 @@ Format". Tools identify rows by name: an NCCL kernel's name starts with ``nccl``
 ``Kernel``, a launch is named ``cudaLaunchKernel``, and a copy ``Memcpy DtoH``. Virtual rows have
 such names, too.
 
-The JSON has no shapes, stacks, stream waits for events, or multiprocessor resources of kernels. An
-operator takes as long as a launch in the cost model, and launches its kernel halfway through.
+Left out are shapes, stacks, streams' waits for events, and the multiprocessor resources that a
+kernel uses. An operator takes as long as a launch does in the cost model, and launches its kernel
+halfway through.
 """
 
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ KINETO_DTYPES = {
 _DEFAULT_STREAM = 7  # CUPTI's number for the default stream
 _FIRST_HOST = 1000  # rank 0's process; lower numbers are GPUs
 _ENGINE = 100  # the autograd engine's thread for vgpu:0
-_LAUNCHED_FROM = 0.5  # the part of an operator's time after which its launch begins
+_LAUNCHED_FROM = 0.5  # the fraction of an operator's time before its launch begins
 
 # For each collective in torch.distributed: NCCL's kernel, and the collective's name in
 # ProcessGroupNCCL.

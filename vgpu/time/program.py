@@ -54,7 +54,7 @@ class RecordedStream:
     __slots__ = ("clock", "count", "device", "index", "number", "recording")
 
     def __init__(self, recording: object, index: int, device: torch.device, number: int) -> None:
-        self.recording = recording  # only compared, to tell its streams from those of another
+        self.recording = recording  # only tells its streams from another recording's
         self.index = index  # among the streams of the recording
         self.device = device
         self.number = number  # 0 is the device's default stream
@@ -67,7 +67,7 @@ class Enqueued(NamedTuple):
 
     stream: RecordedStream
     position: int  # how many operations were enqueued on the stream, including this one
-    event: int  # its end, as the number of an event of the recording
+    event: int  # the number of the event at its end
     operation: str
     backward: bool = False
     clock: VectorClock | None = None  # what happens before it, if known
@@ -101,7 +101,7 @@ class RecordedEvent:
 
     @property
     def recording(self) -> object:
-        """The recording, which is only compared, to tell its events from those of another."""
+        """The recording; it only tells its events from another recording's."""
         return self.operation.stream.recording
 
 
@@ -296,7 +296,7 @@ class GrowingProgram:
         self.wait_enqueued(stream, other)
 
     def wait_enqueued(self, stream: RecordedStream, other: RecordedStream) -> None:
-        """Do the same for a collective, which doesn't end compiled code."""
+        """Do the same as ``wait_stream`` for a collective, which doesn't end compiled code."""
         event = self._begin_event(RecordEvent(other.index))
         self.steps.append(WaitEvent(stream.index, event))
         _merge(stream.clock, other, other.count, other.clock)
@@ -355,7 +355,7 @@ class GrowingProgram:
         return has_ended
 
     def happens_before(self, operation: Enqueued, stream: RecordedStream) -> bool:
-        """Whether ``operation`` always finishes before the next operation on ``stream`` starts."""
+        """Whether ``operation`` is guaranteed to finish before ``stream`` starts its next one."""
         return (
             operation.stream is stream
             or stream.clock.get(operation.stream, 0) >= operation.position

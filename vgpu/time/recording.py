@@ -3,7 +3,7 @@
 A recording is called before and after every operation on values or shapes
 (vgpu/tensor/observer.py). It determines who issued the operation (host_threads.py), whether its
 inputs are ready (races.py) and what it costs (costs.py), and appends one step to the program
-(program.py). If the cost model has ``fuses``, and in code compiled by torch.compile, elementwise
+(program.py). If the cost model sets ``fuses``, and in code compiled by torch.compile, elementwise
 operations are deferred: their steps contain what a compiler pass needs (compiler_passes.py), namely
 what each operation reads and when a result is needed in memory.
 
@@ -162,7 +162,7 @@ def _ranges_noted(program: GrowingProgram) -> Iterator[None]:
 
 
 def paused() -> Any:
-    """Return a context manager that pauses recording, for a block that's recorded as a unit."""
+    """Return a context manager that pauses recording for a block that's recorded as a unit."""
     return _switched_to(None)
 
 
@@ -270,7 +270,7 @@ class Recording:
     # Copies
 
     def before_copy(self, source: torch.Tensor) -> torch.Tensor:
-        """Report races; return what a copy reads: ``source``, or garbage if it's unwritten."""
+        """Report races; return what to copy: ``source``, or garbage if it isn't written yet."""
         if not isinstance(source, VirtualTensor) or gpu_of(source) is None:
             return source
         stream, host = self.call_sites.of("copy", source._gpu, note=False)

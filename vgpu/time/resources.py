@@ -154,7 +154,7 @@ class Processors:
     def place_prior(self, ready_s: float, duration_s: float) -> float:
         """Place a kernel with high priority; return its start.
 
-        Kernels that were placed earlier and haven't ended by then end later.
+        Kernels placed earlier that haven't ended by then are delayed.
         """
         start_s = self._prior.place(ready_s, duration_s)
         self._others.delay(start_s, start_s + duration_s)
@@ -184,7 +184,7 @@ class SimulatedStream:
     device: torch.device
     number: int
     compute: Processors  # shared by all streams of the device
-    has_priority: bool  # whether its kernels overtake those on others
+    has_priority: bool  # whether its kernels overtake those on other streams
     free_s: float = 0.0
     last_kernel: int | None = None  # its index in the simulator's trace
     queue: "deque[QueuedWork]" = field(default_factory=deque)  # the first item is waiting

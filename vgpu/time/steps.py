@@ -22,7 +22,7 @@ class Issuer(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """The factors of a matmul whose left factor is stored in row-major order."""
+    """The operands of a matmul whose left operand is stored in row-major order."""
 
     left: int | None  # the event that wrote it; None if that was before the recording
     left_bytes: int

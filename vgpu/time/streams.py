@@ -44,7 +44,7 @@ class Stream(torch.Stream):
 
     @property
     def priority(self) -> int:
-        """0, or negative if the stream's kernels overtake those on other streams, as in CUDA."""
+        """The priority: 0, or negative if kernels overtake those on other streams, as in CUDA."""
         return gpus.stream_priorities.get(self.stream_id, 0)
 
     def query(self) -> bool:
@@ -96,7 +96,7 @@ class Event(torch.Event):
     """An event of a stream; with ``enable_timing``, its time can be queried."""
 
     _enable_timing: bool
-    _host_time_s: float | None  # if it was recorded outside of a recording
+    _host_time_s: float | None  # if it was recorded outside a recording
     _recorded: RecordedEvent | None  # if it was recorded in one
 
     def __new__(
@@ -156,7 +156,7 @@ class Event(torch.Event):
 
     @property
     def _recording(self) -> object:
-        """The recording whose virtual time the event has; None if it has the host's."""
+        """The recording in whose virtual time the event was recorded; None for the host's clock."""
         return None if self._recorded is None else self._recorded.recording
 
     def _time_s(self) -> float:

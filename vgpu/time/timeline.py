@@ -60,7 +60,7 @@ class TraceEvent(NamedTuple):
 
 
 class HostRange(NamedTuple):
-    """A range of time of one host thread: a block of ``record_function``, or ``vgpu.spend``."""
+    """A time range on one host thread: a block of ``record_function``, or ``vgpu.spend``."""
 
     name: str
     kind: str  # "range" or "work"
