@@ -42,7 +42,15 @@ from helpers.plots.precision import (
     scaled_numbers,
 )
 from helpers.plots.schedules import schedule, schedules
-from helpers.plots.serving import forwards, latency_and_throughput, queues, token_times
+from helpers.plots.serving import (
+    cache_steps,
+    forwards,
+    latency_and_throughput,
+    memory_of_servers,
+    predicted_and_published,
+    queues,
+    token_times,
+)
 from helpers.plots.style import COLORS, figure, show
 from helpers.plots.timeline import timeline, timelines
 from helpers.plots.times import (
@@ -72,6 +80,7 @@ __all__ = [
     "busiest_rank",
     "by_batch",
     "bytes_sent",
+    "cache_steps",
     "data_parallel_against_ddp",
     "digit_grid",
     "errors_by_ranks",
@@ -97,6 +106,7 @@ __all__ = [
     "learning_curves",
     "losses",
     "memories",
+    "memory_of_servers",
     "memory_over_step",
     "mesh",
     "network",
@@ -105,6 +115,7 @@ __all__ = [
     "parts_of_time",
     "peaks_before_and_after",
     "peaks_by_cause",
+    "predicted_and_published",
     "queues",
     "relabeled",
     "repeated_times",
