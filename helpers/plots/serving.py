@@ -162,7 +162,7 @@ def latency_and_throughput(
     for (name, points), color in zip(curves.items(), SERIES, strict=False):
         _, waits_s, speeds = zip(*points, strict=True)
         axes.plot([1e3 * s for s in waits_s], speeds, "o-", ms=4, color=color, label=name)
-        for batch, wait_s, speed in (points[len(points) // 2], points[-1]):
+        for batch, wait_s, speed in (points[max(0, len(points) - 3)], points[-1]):
             full = ": full" if batch == points[-1][0] else ""
             place = (1e3 * wait_s, speed)
             axes.annotate(f" {batch}{full}", place, fontsize=8, color=color, va="top")
