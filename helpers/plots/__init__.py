@@ -52,7 +52,7 @@ from helpers.plots.serving import (
     token_times,
 )
 from helpers.plots.style import COLORS, figure, show
-from helpers.plots.timeline import timeline, timelines
+from helpers.plots.timeline import launches, timeline, timelines
 from helpers.plots.times import (
     gained,
     goodput,
@@ -102,6 +102,7 @@ __all__ = [
     "kept_per_step",
     "latency_and_bandwidth",
     "latency_and_throughput",
+    "launches",
     "learned",
     "learning_curves",
     "losses",
