@@ -254,7 +254,7 @@ def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> dic
 
 
 def _products(batches: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
-    """Return the solution's matmuls: two buffers, two waits."""
+    """Return the solution's products: two buffers, two waits."""
     gpu = weight.device
     default, side = torch.accelerator.current_stream(gpu), torch.Stream(gpu)
     buffers = [torch.empty_like(batches[0], device=gpu) for _ in range(2)]

@@ -19,7 +19,7 @@ DEAL = "[DistributedSampler(range(length), world_size, rank, **options)"
 BROKEN = [
     Broken(
         **BY_HAND,
-        how="gradients are summed in place of averaged",
+        how="gradients are summed instead of averaged",
         old="parameter.grad /= dist.get_world_size()",
         new="pass",
     ),
