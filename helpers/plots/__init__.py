@@ -42,9 +42,17 @@ from helpers.plots.precision import (
     scaled_numbers,
 )
 from helpers.plots.schedules import schedule, schedules
-from helpers.plots.serving import forwards, latency_and_throughput, queues, token_times
+from helpers.plots.serving import (
+    cache_steps,
+    forwards,
+    latency_and_throughput,
+    memory_of_servers,
+    predicted_and_published,
+    queues,
+    token_times,
+)
 from helpers.plots.style import COLORS, figure, show
-from helpers.plots.timeline import timeline, timelines
+from helpers.plots.timeline import launches, timeline, timelines
 from helpers.plots.times import (
     gained,
     goodput,
@@ -72,6 +80,7 @@ __all__ = [
     "busiest_rank",
     "by_batch",
     "bytes_sent",
+    "cache_steps",
     "data_parallel_against_ddp",
     "digit_grid",
     "errors_by_ranks",
@@ -93,10 +102,12 @@ __all__ = [
     "kept_per_step",
     "latency_and_bandwidth",
     "latency_and_throughput",
+    "launches",
     "learned",
     "learning_curves",
     "losses",
     "memories",
+    "memory_of_servers",
     "memory_over_step",
     "mesh",
     "network",
@@ -105,6 +116,7 @@ __all__ = [
     "parts_of_time",
     "peaks_before_and_after",
     "peaks_by_cause",
+    "predicted_and_published",
     "queues",
     "relabeled",
     "repeated_times",

@@ -1,11 +1,113 @@
-"""Figures of serving: time of a forward pass by its tokens, latency against throughput, and token times."""
+"""Figures of serving: a cache that grows, what fits, latency against throughput, and token times."""
 
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from helpers.plots.style import COLORS, SERIES, figure, headline, legend_beside, show, title
-from vgpu.units import format_seconds
+from matplotlib.patches import Patch, Rectangle
+
+from helpers.plots.memory import CAUSE_COLORS
+from helpers.plots.style import (
+    COLORS,
+    SERIES,
+    arrow,
+    figure,
+    headline,
+    legend_beside,
+    show,
+    title,
+)
+from vgpu.units import format_bytes, format_seconds
+
+
+def cache_steps(prompt: str, answer: str) -> None:
+    """A row for each forward pass: the letters that go in, those in the cache, and the next letter.
+
+    The first pass takes all of ``prompt``; each later one takes the letter of ``answer`` that came last.
+    """
+    widest = len(prompt) + len(answer) - 1
+    cached, out = len(prompt) + 2, len(prompt) + widest + 4  # where the columns start
+    fig, axes = figure(width=8.0, height=0.9 + 0.42 * len(answer))
+
+    def cell(x: float, row: int, letter: str, color: str) -> None:
+        axes.add_patch(Rectangle((x, row), 0.9, 0.7, facecolor=color, edgecolor="#444444", lw=0.8))
+        axes.text(x + 0.45, row + 0.36, letter.replace(" ", "␣"), ha="center", va="center")
+
+    for row, letter in enumerate(answer):
+        known = 0 if row == 0 else len(prompt) + row - 1
+        new = prompt if row == 0 else answer[row - 1]
+        for place, one in enumerate(new):
+            cell(place, row, one, COLORS["sky"])
+        for place, one in enumerate((prompt + answer)[: known + len(new)]):
+            cell(cached + place, row, one, "#E5E5E5" if place < known else COLORS["green"])
+        cell(out, row, letter, COLORS["orange"])
+        axes.text(-0.5, row + 0.36, "decoding" if row else "prefill", ha="right", va="center")
+        arrow(axes, (len(new) + 0.2, row + 0.36), (cached - 0.4, row + 0.36))
+        arrow(axes, (cached + known + len(new) + 0.2, row + 0.36), (out - 0.4, row + 0.36))
+    for x, name in (
+        (0, "letters in"),
+        (cached, "keys and values in the cache"),
+        (out, "next letter"),
+    ):
+        axes.text(x, -0.35, name, fontsize=9, color="#666666")
+    axes.set(xlim=(-3.5, out + 3.5), ylim=(len(answer), -0.7))
+    axes.axis("off")
+    title(
+        axes,
+        "Each new letter adds a column to the cache",
+        "green: just added; gray: kept from before",
+    )
+    show(
+        fig,
+        f"A row for each forward pass. Prefill takes the {len(prompt)} letters of {prompt!r} and caches them; "
+        f"each of {len(answer) - 1} decoding passes takes the latest letter only, and adds it to the cache. "
+        f"The next letters are {', '.join(answer)}.",
+    )
+
+
+def memory_of_servers(
+    held: Mapping[str, Mapping[str, tuple[float, float]]], usable_bytes: float, message: str
+) -> None:
+    """For each server, a bar of weights and caches on each GPU per number format, and the limit.
+
+    ``held`` maps a server to its formats, and each format to bytes of weights and of caches; the second
+    format is hatched.
+    """
+    causes, gib = ("parameters", "KV cache"), 2**30
+    fig, axes = figure(width=8.5, height=1.2 + 0.6 * len(held))
+    formats = list(next(iter(held.values())))
+    most = max(sum(sizes) for by_format in held.values() for sizes in by_format.values()) / gib
+    for row, by_format in enumerate(held.values()):
+        for place, sizes in enumerate(by_format.values()):
+            y, left = row + 0.36 * place - 0.18, 0.0
+            for cause, size in zip(causes, sizes, strict=True):
+                color, hatch = CAUSE_COLORS[cause], "////" if place else None
+                axes.barh(y, size / gib, 0.32, left, color=color, hatch=hatch, ec="white", lw=0)
+                left += size / gib
+            fits = sum(sizes) <= usable_bytes
+            axes.text(
+                1.2 * most, y, f"{left:.0f} GiB", ha="right", va="center", fontsize=9,
+                color=COLORS["black" if fits else "vermilion"],
+            )  # fmt: skip
+    axes.axvline(usable_bytes / gib, color="black", linestyle="--", linewidth=1)
+    axes.set_yticks(range(len(held)), list(held))
+    axes.set(xlim=(0, 1.21 * most), ylim=(len(held) - 0.5, -0.5), xlabel="GiB on each GPU")
+    axes.grid(axis="y", visible=False)
+    named = zip(("weights", "KV cache"), causes, strict=True)
+    handles = [Patch(color=CAUSE_COLORS[cause], label=name) for name, cause in named]
+    handles += [
+        Patch(fc="#999999", ec="white", lw=0, hatch="////" if place else None, label=name)
+        for place, name in enumerate(formats)
+    ]
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
+    room = format_bytes(usable_bytes)
+    title(axes, message, f"counted; dashed: the {room} that may be used; red: more than that")
+    summary = "; ".join(
+        f"{name}, {kind}: {format_bytes(sum(sizes))}"
+        for name, by_format in held.items()
+        for kind, sizes in by_format.items()
+    )
+    show(fig, f"Bars of weights and caches on each GPU, of which {room} may be used. {summary}.")
 
 
 def forwards(
@@ -53,16 +155,21 @@ def latency_and_throughput(
 ) -> None:
     """Tokens/s of all sequences over the milliseconds that each waits for its next token.
 
-    ``curves`` maps a name to points of batch, seconds per token and tokens/s; some show their batch.
+    ``curves`` maps a name to points of batch size, seconds per token and tokens/s, up to the largest batch
+    that fits. Some show their batch size.
     """
     fig, axes = figure(width=7.5, height=3.8)
     for (name, points), color in zip(curves.items(), SERIES, strict=False):
         _, waits_s, speeds = zip(*points, strict=True)
         axes.plot([1e3 * s for s in waits_s], speeds, "o-", ms=4, color=color, label=name)
-        for batch, wait_s, speed in (points[0], points[len(points) // 2], points[-1]):
-            axes.annotate(f" {batch}", (1e3 * wait_s, speed), fontsize=8, color=color, va="top")
-    axes.set(xlabel="time per token of each user (ms)", ylabel="tokens/s, all users", yscale="log")
-    axes.margins(x=0.1)  # room for the last batch's number
+        for batch, wait_s, speed in (points[max(0, len(points) - 3)], points[-1]):
+            full = ": full" if batch == points[-1][0] else ""
+            place = (1e3 * wait_s, speed)
+            axes.annotate(f" {batch}{full}", place, fontsize=8, color=color, va="top")
+    first = next(iter(curves.values()))[0]  # the curves start at almost the same point
+    axes.annotate(f"{first[0]} ", (1e3 * first[1], first[2]), fontsize=8, ha="right", va="center")
+    axes.set(xlabel="time per token for each user (ms)", ylabel="tokens/s, all users", yscale="log")
+    axes.margins(x=0.15)  # room for the last batch size
     axes.set_xlim(left=0)
     legend_beside(axes, fontsize=9)
     title(axes, message, how)
@@ -71,38 +178,65 @@ def latency_and_throughput(
         f"batch {points[-1][0]} {points[-1][2]:,.0f} at {format_seconds(points[-1][1])}"
         for name, points in curves.items()
     )
-    show(fig, f"Curves of tokens per second over the time for each token, by batch. {ends}.")
+    show(fig, f"Curves of tokens per second over the time per token, by batch size. {ends}.")
 
 
 def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]]) -> None:
-    """Three panels over the number of requests per second, with a line for each way to serve.
+    """Two panels over the number of requests per second, with a line for each way to serve.
 
     ``results`` maps a name to {rate: seconds to the first token, longest gap between tokens, tokens/s};
-    the seconds are 95th percentiles over the users.
+    the seconds are 95th percentiles over the users. The tokens/s aren't drawn.
     """
-    fig, panels = figure(1, 3, width=9.5, height=3.4)
-    labels = ("time to first token (s)", "longest gap (s)", "tokens/s, all users")
+    fig, panels = figure(1, 2, width=9.0, height=3.4)
+    labels = ("time to first token (s)", "longest gap between two tokens (s)")
     markers = "osD^"
     for place, (axes, label) in enumerate(zip(panels, labels, strict=True)):
         for (name, by_rate), color, marker in zip(results.items(), SERIES, markers, strict=False):
             rates = list(by_rate)
             values = [by_rate[rate][place] for rate in rates]
             axes.plot(rates, values, marker=marker, ms=4, color=color, label=name)
-        axes.set(xlabel="requests/s", ylabel=label)
-        if place < 2:
-            axes.set_yscale("log")
+        axes.set(xlabel="requests/s", ylabel=label, yscale="log", xlim=(0, None))
     legend_beside(panels[-1], fontsize=9)
     headline(
         fig,
-        "Static batches keep users waiting, whole prompts interrupt them",
-        "virtual time; 95th percentile",
+        "Long waits with static batches, long gaps with whole prompts",
+        "virtual time, 95th percentile of users",
     )
     summary = "; ".join(
         f"{name} at {max(by_rate):g} requests/s: first token {format_seconds(by_rate[max(by_rate)][0])}, "
-        f"gap {format_seconds(by_rate[max(by_rate)][1])}, {by_rate[max(by_rate)][2]:,.0f} tokens/s"
+        f"longest gap {format_seconds(by_rate[max(by_rate)][1])}"
         for name, by_rate in results.items()
     )
     show(fig, f"Lines over the rate of requests, one for each way to serve. {summary}.")
+
+
+def predicted_and_published(rows: Mapping[str, Mapping[str, tuple[float, float]]]) -> None:
+    """Predicted over published tokens/s on logarithmic axes, with a band of 25% around equality.
+
+    ``rows`` maps a series to its rows, and each row's name to predicted and published tokens/s.
+    """
+    fig, axes = figure(width=7.0, height=4.0)
+    every = [speed for series in rows.values() for pair in series.values() for speed in pair]
+    ends = [0.7 * min(every), 1.4 * max(every)]
+    axes.fill_between(ends, [0.75 * x for x in ends], [1.25 * x for x in ends], color="#E5E5E5")
+    axes.plot(ends, ends, color="#666666", lw=1)
+    for (name, series), color, marker in zip(rows.items(), SERIES, "osD^", strict=False):
+        predicted, published = zip(*series.values(), strict=True)
+        axes.plot(published, predicted, marker, ms=5, color=color, label=name)
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set(xlabel="published tokens/s", ylabel="predicted tokens/s")
+    legend_beside(axes, fontsize=9)
+    title(
+        axes, "From datasheets to tokens per second", "virtual time; line: equal; gray: within 25%"
+    )
+    summary = "; ".join(
+        f"{name}: " + ", ".join(f"{found:,.0f} for {said:,.0f}" for found, said in series.values())
+        for name, series in rows.items()
+    )
+    show(
+        fig,
+        f"Points of predicted tokens/s over published ones. Predicted for published, {summary}.",
+    )
 
 
 def token_times(streams: Mapping[str, Sequence[float]], arrival_s: float) -> None:

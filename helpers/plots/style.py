@@ -72,7 +72,8 @@ def title(axes: Axes, message: str, how: str) -> None:
     ``how`` is "measured", "counted" or "virtual time", with what it was measured on.
     """
     axes.set_title(f"{message}\n", loc="left", fontweight="bold")
-    axes.text(0, 1.02, how, transform=axes.transAxes, color="#666666", fontsize=9, va="bottom")
+    above: Any = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "bottom"}
+    axes.annotate(how, (0, 1), (0, 4), color="#666666", fontsize=9, **above)
 
 
 def headline(fig: Figure, message: str, how: str) -> None:

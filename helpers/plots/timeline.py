@@ -7,7 +7,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from helpers.plots.style import COLORS, figure, show, title
+from helpers.plots.style import COLORS, arrow, figure, legend_beside, show, title
 from vgpu import Timeline, TraceEvent, covered_s
 from vgpu.units import format_seconds
 
@@ -17,8 +17,11 @@ _OF_KIND = {
     "other kernels": COLORS["green"],
     "copy": COLORS["vermilion"],
     "collective": COLORS["purple"],
-    "wait": COLORS["gray"],
+    "collective, waiting": "#F3DDEA",  # hatched
+    "host at work": "#D5D5D5",
+    "wait": "#777777",
 }
+_HATCHED = "collective, waiting"
 # Two bars whose gap is narrower than this share of the axis are drawn as one.
 _INVISIBLE = 1 / 2000
 # A bar narrower than this share of the axis is a hairline, and a lane of them looks empty.
@@ -32,6 +35,7 @@ def timeline(
     message: str = "What each GPU does, and when",
     *,
     host: bool = False,
+    as_in_trace: bool = False,
     axes: Axes | None = None,
     until_s: float | None = None,
     devices: Sequence[torch.device] | None = None,
@@ -39,14 +43,22 @@ def timeline(
 ) -> None:
     """Draw a recording, one lane for each stream of each GPU, under a title that says ``message``.
 
-    ``host`` adds a lane for the host's waits. ``until_s`` is the end of the axis, so that several
+    ``host`` adds a lane for the host's waits. ``as_in_trace`` starts a collective when its own rank
+    arrives, hatched until the others are there, and the host's lane also shows when rank 0's host works.
+    ``until_s`` is the end of the axis, so that several
     recordings can share one scale. ``devices`` are the GPUs to draw, by default all of them.
     ``lane_names`` are the lanes' names, from the top. Without ``axes``, a figure is created and shown.
     Non-default streams whose bars would all be hairlines are left out, and the line below the title says
     how many.
     """
     end_s = until_s or record.makespan_s or 1.0
-    lanes, left_out = visible(lanes_of(record, host, devices), end_s)
+    every = lanes_of(record, host, devices)
+    if as_in_trace:
+        every = {name: _with_waiting(events) for name, events in every.items()}
+        if host:
+            del every["host"]
+            every["host of rank 0"] = _host_of_rank_0(record)
+    lanes, left_out = visible(every, end_s)
     if lane_names is not None:
         lanes = dict(zip(lane_names, lanes.values(), strict=True))
     if axes is not None:
@@ -61,6 +73,63 @@ def timeline(
     fig.add_artist(Rectangle((0, 0), 1, 1, transform=fig.transFigure, fill=False, linewidth=0))
     _draw(axes, record, message, lanes, end_s, left_out)
     show(fig, _alt(record, lanes))
+
+
+def _with_waiting(events: Sequence[TraceEvent]) -> list[TraceEvent]:
+    """The events, and before each collective the time in which its rank waits for the others."""
+    waiting = [
+        event._replace(kind=_HATCHED, start_s=event.ready_s, end_s=event.start_s)
+        for event in events
+        if event.ready_s is not None and event.waited_s > 0
+    ]
+    return sorted([*events, *waiting], key=lambda event: event.start_s)
+
+
+def _host_of_rank_0(record: Timeline) -> list[TraceEvent]:
+    """When rank 0's host launches or works, and when it waits."""
+    gpu = record.devices[0]
+    own = record.of(gpu)
+    blank = own[0]._replace(kind="host at work", device=torch.device("cpu"), stream=0, ready_s=None)
+    spans = {(event.launch_s - event.launching_s, event.launch_s) for event in own}
+    spans |= {
+        (r.start_s, r.end_s) for r in record.host_ranges if r.kind == "work" and r.device == gpu
+    }
+    works = [blank._replace(start_s=start_s, end_s=end_s) for start_s, end_s in spans]
+    waits = [event for event in record.of(torch.device("cpu")) if event.stream == 0]
+    return sorted([*works, *waits], key=lambda event: event.start_s)
+
+
+def launches(traces: Mapping[str, Sequence[Mapping[str, Any]]], count: int) -> None:
+    """The first ``count`` launches and kernels of each trace, with an arrow from one to the other.
+
+    ``traces`` maps a name to the events of a trace, as in ``traceEvents``. Each has its own time axis.
+    """
+    fig, panels = figure(len(traces), width=8.5, height=1.9 * len(traces), squeeze=False)
+    summary = []
+    for axes, (name, events) in zip(panels.flat, traces.items(), strict=True):
+        spans = [event for event in events if event.get("ph") == "X"]
+        started = {
+            event["args"]["correlation"]: event
+            for event in spans
+            if event["cat"] in ("cuda_runtime", "cuda_driver") and "correlation" in event["args"]
+        }
+        kernels = sorted((e for e in spans if e["cat"] == "kernel"), key=lambda e: e["ts"])[:count]
+        pairs = [(started[kernel["args"]["correlation"]], kernel) for kernel in kernels]
+        first = min(launch["ts"] for launch, _ in pairs)
+        for launch, kernel in pairs:
+            for lane, span, color in ((0, launch, "gray"), (1, kernel, "blue")):
+                box = [(span["ts"] - first, span["dur"])], (lane - 0.25, 0.5)
+                axes.broken_barh(*box, facecolor=COLORS[color], edgecolor="white", linewidth=0.5)
+            start = launch["ts"] + launch["dur"] - first, 0.25
+            arrow(axes, start, (kernel["ts"] - first, 0.75), linewidth=0.8, mutation_scale=8)
+        end = max(kernel["ts"] + kernel["dur"] for kernel in kernels) - first
+        axes.set_yticks([0, 1], ["launches", "kernels"])
+        axes.set(ylim=(1.5, -0.5), xlim=(0, 1.02 * end), xlabel="µs")
+        axes.grid(axis="y", visible=False)
+        title(axes, name, "virtual time; arrows: from a launch to its kernel")
+        late = [kernel["ts"] - launch["ts"] - launch["dur"] for launch, kernel in pairs]
+        summary.append(f"{name}: kernel {count} starts {late[-1]:,.0f} µs after its launch")
+    show(fig, f"Launches above, kernels below, and arrows between them. {'; '.join(summary)}.")
 
 
 def timelines(
@@ -105,16 +174,30 @@ def _draw(
         for kind, spans in bars.items():
             edge = 0.7 if kind == "collective" else 0  # in points; separates adjacent collectives
             height = (row - 0.36, 0.72)
+            hatch: Any = {}
+            if kind == _HATCHED:
+                hatch, edge = {"hatch": "/////"}, 0
             axes.broken_barh(
-                spans, height, facecolor=_OF_KIND[kind], edgecolor="white", linewidth=edge
+                spans,
+                height,
+                facecolor=_OF_KIND[kind],
+                edgecolor=COLORS["purple"] if hatch else "white",
+                linewidth=edge,
+                **hatch,
             )
     # A non-default stream is below its GPU's default one, which has the GPU's name.
     axes.set_yticks(range(len(lanes)), [name.rpartition(", ")[2] for name in lanes])
     axes.set(ylim=(len(lanes) - 0.4, -0.6), xlim=(0, end_s * factor), xlabel=unit)
     axes.grid(axis="y", visible=False)
     seen = {kind_of(event) for events in lanes.values() for event in events}
-    handles: Any = [Patch(color=color, label=k) for k, color in _OF_KIND.items() if k in seen]
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
+    handles: Any = [
+        Patch(fc=color, ec=COLORS["purple"], lw=0, hatch="/////", label=k)
+        if k == _HATCHED
+        else Patch(color=color, label=k)
+        for k, color in _OF_KIND.items()
+        if k in seen
+    ]
+    legend_beside(axes, handles=handles)
     how = f"virtual time, {record.gpu}"
     if left_out:
         streams = "a stream that is" if left_out == 1 else f"{left_out} streams that are"

@@ -54,7 +54,7 @@ def show_server(model: str, gpus: int, numbers: str, context: int) -> None:
         plots.latency_and_throughput(
             {f"{context:,} tokens": points},
             f"Llama {model} in {numbers} on {gpus} H100{'s' if gpus > 1 else ''}",
-            "virtual time; numbers: the batch",
+            "virtual time, decoding only; numbers: batch size",
         )
     else:
         print(f"Llama {model} in {numbers} leaves no room for {context:,} tokens on {gpus} H100s.")

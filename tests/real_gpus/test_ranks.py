@@ -99,5 +99,5 @@ def one_stays_away(rank, world_size):
 
 @pytest.mark.parametrize(("kind", "ranks"), [on("virtual", 2), on("real", 2)])
 def test_the_error_for_a_collective_names_the_rank_that_is_missing(monkeypatch, kind, ranks):
-    with pytest.raises(launch.RanksHung, match="rank 1 came, rank 0 never came"):
+    with pytest.raises(launch.RanksHung, match="rank 1 arrived, rank 0 never arrived"):
         launched(monkeypatch, kind, ranks, one_stays_away)

@@ -1,1 +1,1 @@
-"""Ranks with virtual GPUs: process groups for their tensors, and DTensors around those."""
+"""Ranks with virtual GPUs: process groups for their tensors, and DTensors that wrap them."""

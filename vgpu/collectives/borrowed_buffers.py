@@ -1,9 +1,9 @@
 """The buffers that gloo borrows from virtual tensors for a collective, and when it returns them.
 
-gloo has its own threads. Such a thread drops the tensors a moment after ``wait`` has returned in
-the calling thread, and until then their bytes count as allocated, so the amount would be random.
-With NCCL, only the caller refers to the tensors after waiting. So gloo gets separate tensors with
-the same storage, and all other references to those are known.
+gloo has its own threads. They drop the tensors a moment after ``wait`` has returned in the calling
+thread, and until then the tensors' bytes count as allocated, so the allocated amount would vary at
+random. With NCCL, only the caller refers to the tensors after waiting. So gloo gets separate
+tensors with the same storage, and all other references to them are known.
 """
 
 import sys
@@ -27,7 +27,7 @@ _use_count = torch._C._storage_Use_Count
 
 
 def _references(values: list[Any]) -> list[int]:
-    """The number of references to each, including those of the list and of this function."""
+    """Return the number of references to each value, including the list's and this function's."""
     return [sys.getrefcount(value) for value in values]
 
 
@@ -51,7 +51,7 @@ class BorrowedBuffers:
         self._works: list[Work] = []
 
     def lend(self, value: Any) -> Any:
-        """Return what's passed to gloo in place of virtual tensors; only gloo may keep it."""
+        """Return what to pass to gloo in place of virtual tensors; only gloo may keep it."""
         if type(value) is VirtualTensor and value._inner.layout is torch.strided:
             storage = value._inner.untyped_storage()._cdata
             self._uses_before.setdefault(storage, _use_count(storage))
@@ -86,9 +86,7 @@ class BorrowedBuffers:
         return self._twin(value)
 
     def wait_for_work(self, result: list[Any]) -> None:
-        """Wait for the work, the result's last item, as the caller would, and drop it, because it
-        holds the tensors.
-        """
+        """Wait for the work, which is the result's last item, and drop it: it holds the tensors."""
         work = dist.Work.unbox(result.pop())
         work.wait()
         del work
@@ -97,20 +95,20 @@ class BorrowedBuffers:
         _wait_while(self._is_viewed, _MAYBE_NEVER_S)
 
     def return_when_dropped(self, work: Work) -> None:
-        """Let gloo return the tensors once the caller, who waits for the work, has dropped it."""
+        """Have gloo return the tensors once the caller, who waits for the work, has dropped it."""
         self._works.append(work)
         with blocks.borrowed_lock:
             blocks.borrowed.append(self)
 
     def is_dropped(self) -> bool:
-        """Whether the work has finished and nothing else refers to it; if so, this drops it, too."""
+        """Whether the work has finished and nothing else refers to it; if so, it's dropped."""
         if _references(self._works) != [_ALONE] or not self._works[0].has_ended():
             return False
         self._works.clear()
         return True
 
     def return_when_waited_for(self, result: Any) -> None:
-        """Let gloo return a functional collective's tensors once the caller has waited for a result."""
+        """Have gloo return a functional collective's tensors once the caller has waited for one."""
         if isinstance(result, list | tuple):
             for part in result:
                 self.return_when_waited_for(part)

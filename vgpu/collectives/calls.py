@@ -1,9 +1,10 @@
-"""One call of a collective, read from its operator's arguments, and the checks that may refuse it.
+"""One call of a collective, read from its operator's arguments, and the checks that may reject it.
 
-Real ranks and those of a cluster refuse the same calls, with NCCL's errors for what NCCL checks
-(ProcessGroupNCCL.cpp, c10d/Utils.hpp). They also refuse what would make NCCL read or write past the
-end of a tensor, or between the elements of a non-contiguous one. Functional collectives create
-their results, and copy non-contiguous inputs. table.py says which operator has which checks.
+Real ranks and a virtual cluster's ranks reject the same calls, with NCCL's errors for what NCCL
+checks (ProcessGroupNCCL.cpp, c10d/Utils.hpp). They also reject calls that would make NCCL read or
+write past the end of a tensor, or between the elements of a non-contiguous one. Functional
+collectives need few checks, because they create their results and copy non-contiguous inputs.
+table.py lists the checks for each operator.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,10 +21,10 @@ Tensors = list[torch.Tensor]
 
 
 class Call:
-    """One collective: its group, and the tensors that this rank passes in and gets."""
+    """One collective: its group, and the tensors that this rank passes in and gets back."""
 
     def __init__(self, name: str, operator: str, arguments: Kwargs, group: dist.ProcessGroup):
-        """``name`` is that of torch.distributed, ``operator`` that of torch.ops with its namespace."""
+        """``name`` is from torch.distributed, ``operator`` from torch.ops, with its namespace."""
         self.name = name
         self.operator = operator
         self.arguments = arguments
@@ -35,7 +36,7 @@ class Call:
         self.made: Tensors = []
         """Outputs that the operator creates; empty until it has run."""
         self.size_bytes = 0
-        """The size of the whole tensor, as defined by nccl-tests; table.py fills it in."""
+        """The size of the full tensor, as defined by nccl-tests; table.py sets it."""
         self.root: int | None = arguments.get("root_rank", arguments.get("src"))
         self.peer: int | None = None
         """The rank within the group at the other end of a message."""
@@ -46,7 +47,7 @@ class Call:
 
     @property
     def is_functional(self) -> bool:
-        """Whether it returns tensors, which the caller waits for; others return a ``Work``."""
+        """Whether the operator returns tensors to wait for; other operators return a ``Work``."""
         return not self.operator.startswith("c10d::")
 
     @property
@@ -59,7 +60,7 @@ class Call:
 
     @property
     def ranks(self) -> list[int]:
-        """The participating ranks, by global number."""
+        """The participating ranks, as global ranks."""
         ranks = dist.get_process_group_ranks(self.group)
         return ranks if self.peer is None else [dist.get_rank(), ranks[self.peer]]
 
@@ -73,7 +74,7 @@ def _tensors_of(arguments: Kwargs, names: Iterable[str]) -> Tensors:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists and tuples."""
+    """Yield the tensors in nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -86,7 +87,7 @@ def size_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def group_of(arguments: Kwargs) -> dist.ProcessGroup:
-    """The process group among an operator's arguments: the group itself, boxed for C++, or its name."""
+    """Return the process group in an operator's arguments: itself, boxed for C++, or by name."""
     group: Any = arguments.get("process_group", arguments.get("group_name"))
     if isinstance(group, str):
         return distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
@@ -109,9 +110,10 @@ def check_ranks(call: Call) -> None:
 
 
 def contiguous(*names: str) -> Check:
-    """Check that the named arguments are contiguous.
+    """Return a check that the named arguments are contiguous.
 
-    NCCL doesn't check all of them: gather, scatter and a reduce_scatter garble non-contiguous ones.
+    NCCL doesn't check all of these: gather, scatter and reduce_scatter with a list garble
+    non-contiguous tensors.
     """
 
     def check_contiguous(call: Call) -> None:
@@ -121,7 +123,7 @@ def contiguous(*names: str) -> Check:
 
 
 def _check_contiguous(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise ValueError unless each tensor is one block of memory; channels-last ones are, too."""
+    """Raise ValueError unless each tensor is contiguous, possibly in a channels-last format."""
     for tensor in tensors:
         if not isinstance(tensor, VirtualTensor) or tensor.layout is not torch.strided:
             continue
@@ -145,14 +147,15 @@ def one_tensor_of_all_parts(call: Call) -> None:
         small, large = (given, received) if gathers else (received, given)
         if small.numel() * count != large.numel():
             raise ValueError(
-                f"{call.name} among {count} ranks gets {given.numel()} elements and has room for "
-                f"{received.numel()}: one of them must be {count} times the other"
+                f"{call.name} among {count} ranks got an input of {given.numel()} elements and an "
+                f"output of {received.numel()}: one must be {count} times as large as the other"
             )
 
 
 def list_of_parts(call: Call) -> None:
-    """Check that a list has one part per rank, possibly of different sizes, next to this rank's own
-    tensor.
+    """Check that a list has one part per rank, possibly of different sizes.
+
+    This rank's part must have as many elements as the tensor that's passed with the list.
     """
     rank = call.group.rank()
     if call.name == "all_gather":
@@ -194,7 +197,7 @@ def splits(call: Call) -> None:
     count, rank = call.group.size(), call.group.rank()
     sizes = call.arguments["input_split_sizes"], call.arguments["output_split_sizes"]
     own = []
-    # A functional collective creates its output.
+    # A functional collective has no output yet: it creates one.
     for split, tensor in zip(sizes, (given, *outputs), strict=False):
         _check_split_sizes(split, tensor, count)
         rows = tensor.shape[0]
@@ -220,14 +223,14 @@ def _check_length(call: Call, parts: Sequence[torch.Tensor]) -> None:
     count = call.group.size()
     if len(parts) != count:
         raise ValueError(
-            f"{call.name} among {count} ranks got a list of {len(parts)} tensors: it needs one for "
-            "each rank"
+            f"{call.name} among {count} ranks got a list of {len(parts)} tensors: it needs one "
+            "for each rank"
         )
 
 
 def _check_own_part(call: Call, given: int, received: int) -> None:
     if given != received:
         raise ValueError(
-            f"{call.name}: rank {call.group.rank()} of the group has {given} elements for itself "
-            f"and room for {received}"
+            f"{call.name}: rank {call.group.rank()} of the group sends itself {given} elements, "
+            f"but has room for {received}"
         )

@@ -58,15 +58,15 @@ def cluster(
 ) -> Iterator[Cluster]:
     """Run the block as rank ``rank`` of ``hosts * gpus_per_host`` ranks.
 
-    The process's virtual GPUs are those of that rank's host, not those that were enabled before:
-    tensors on the two can't be mixed. The rank's own GPU is current, and there's a default process
-    group of all ranks. Only shapes can be sent (``shapes_only()``), because the other ranks have no
-    values. ``record()`` records this rank's virtual time, as if all others in its groups did the
-    same at the same time.
+    In the block, the process has the virtual GPUs of that rank's host instead of those that were
+    enabled before; tensors on the old and the new ones can't be mixed. The rank's own GPU is the
+    current device, and the default process group contains all ranks. Only shapes can be sent
+    (``shapes_only()``), because the other ranks have no values. ``record()`` records this rank's
+    virtual time, as if all others in its groups did the same at the same time.
 
-    ``gpu``, ``memory_bytes`` and ``link`` are as for ``enable``; ``network`` connects the hosts and
-    is a name in ``vgpu.NETWORKS`` or a Network. Raises ValueError for an impossible rank or size,
-    and RuntimeError if a process group already exists.
+    ``gpu``, ``memory_bytes`` and ``link`` are the same as for ``enable``; ``network`` connects the
+    hosts and is a name in ``vgpu.NETWORKS`` or a Network. Raises ValueError for an impossible rank
+    or size, and RuntimeError if a process group already exists.
     """
     for name, value in (("hosts", hosts), ("gpus_per_host", gpus_per_host)):
         if value < 1:
@@ -95,7 +95,7 @@ def cluster(
             "slowest_of": made.world_size,
         }
         stack.enter_context(mock.patch.object(recording, "assumed", known))
-        # init_process_group makes uncaught errors name the rank, and never reverts that.
+        # init_process_group makes uncaught errors name the rank, and never undoes that.
         stack.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))
         stack.callback(_leave)
         dist.init_process_group(
@@ -108,7 +108,7 @@ def cluster(
 
 
 def _environment(made: Cluster) -> dict[str, str]:
-    """Some of the variables that torchrun sets, and one that turns off the flight recorder."""
+    """Return some variables that torchrun sets, and one that turns off the flight recorder."""
     return {
         "RANK": str(made.rank),
         "WORLD_SIZE": str(made.world_size),
@@ -137,8 +137,8 @@ _DTENSOR = "torch.distributed.tensor"
 def _forget_meshes() -> None:
     """Empty DTensor's sharding caches, so that the next cluster doesn't find this one's meshes.
 
-    In those caches, two meshes count as equal even if this process has a different rank in each,
-    and thus different groups.
+    The caches treat two meshes as equal even if this process has a different rank in each, and thus
+    different groups.
     """
     if _DTENSOR not in sys.modules:
         return
@@ -148,7 +148,7 @@ def _forget_meshes() -> None:
 
 
 def _caches() -> Iterator[Any]:
-    """Yield the caches of functions, of methods, and of the dispatcher that all DTensors share.
+    """Yield the caches of functions, methods, and the dispatcher that all DTensors share.
 
     They can't be found through the garbage collector, which doesn't list the frozen objects that a
     rank's process imported before the fork.

@@ -1,9 +1,9 @@
-"""What happens when a collective's operator reaches a virtual tensor.
+"""Runs the operators of collectives on virtual tensors.
 
-The call is checked and counted. gloo carries the values, from the CPU tensors inside; for tensors
-that are only shapes, nothing is sent. In a recording, the collective takes its virtual time on a
-separate stream of its group, as with NCCL: the group's stream waits for the current one, and
-waiting for the collective makes the current stream wait for the group's.
+Each call is checked and counted. gloo transfers the values of the CPU tensors inside; for shapes,
+nothing is sent. In a recording, the collective takes virtual time on its group's own stream, as
+with NCCL: the group's stream waits for the current one, and waiting for the collective makes the
+current stream wait for the group's.
 """
 
 import collections
@@ -35,7 +35,7 @@ from vgpu.torch_patches.undo import Changes
 
 
 class Tally:
-    """The collectives of virtual tensors that this process has taken part in."""
+    """Counts the collectives on virtual tensors in which this process has taken part."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,7 +53,7 @@ _WRAP = "_c10d_functional::_wrap_tensor_autograd"
 _FSDP = ("fsdp::all_gather_copy_in", "fsdp::chunk_cat", "fsdp::split_with_sizes_copy")
 
 tally = Tally()
-"""By name, such as "all_reduce": the number of calls, and the bytes of this rank's input tensors."""
+"""By name, such as "all_reduce": the number of calls, and the bytes of this rank's inputs."""
 
 
 # Tensors with values
@@ -61,15 +61,17 @@ tally = Tally()
 
 @handler(*table.NAMES, records_itself=True)
 def _run(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Run any collective. An operator of c10d writes to its arguments and returns the work to wait
-    for; a functional one returns tensors that the caller waits for.
+    """Run any collective on tensors with values.
+
+    A c10d operator writes to its arguments and returns the work to wait for; a functional one
+    returns tensors to wait for.
     """
     call = table.read_call(func, args, kwargs)
     if process_groups.ranks_are_absent:
         raise RuntimeError(
-            f"{call.name} of a tensor with values, but the other ranks of this virtual cluster don't "
-            "exist and have none: create the tensor, or move it to its GPU, in a vgpu.shapes_only() "
-            "block"
+            f"{call.name} of a tensor with values, but the other ranks of this virtual cluster "
+            "don't exist and so have no values: create the tensor, or move it to its GPU, in a "
+            "vgpu.shapes_only() block"
         )
     table.check(call)
     gpu = next(tensor._gpu for tensor in tensors_in(args) if type(tensor) is VirtualTensor)
@@ -96,12 +98,12 @@ def _run(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return (*written, boxed) if written else boxed
 
 
-# The values that an operator of c10d writes to and returns, and how to wait for its end.
+# The arguments that a c10d operator has written to and returns, and the end of its collective.
 _Result = tuple[tuple[Any, ...], Ending]
 
 
 def _gather_unequal_parts(call: Call, args: Args) -> _Result:
-    """Gather unequal parts by broadcasting each, as NCCL does; blocks until that has finished."""
+    """Gather unequal parts by broadcasting each, as NCCL does; block until that has finished."""
     outputs, (own,), group, *_ = args
     (parts,) = outputs
     # With NCCL, this copy is part of the collective's kernel, not a separate one.
@@ -116,8 +118,8 @@ def _gather_unequal_parts(call: Call, args: Args) -> _Result:
 def _exchange_lists(call: Call, args: Args) -> _Result:
     """Run an all-to-all of lists, whose parts may differ in size; block until it has finished.
 
-    gloo has one for equal parts only, since torch 2.15. NCCL makes no copies, so the copies here
-    are made on the CPU.
+    gloo's own all-to-all of lists, available since torch 2.15, is for equal parts only. NCCL makes
+    no copies, so the copies here are made on the CPU tensors inside.
     """
     given = torch.cat([_row_inside(part) for part in call.inputs])
     sizes = [part.numel() for part in call.outputs]
@@ -138,13 +140,13 @@ def _row_inside(tensor: torch.Tensor) -> torch.Tensor:
 _own_messages: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[Call]]" = (
     weakref.WeakKeyDictionary()
 )
-"""By group: a rank's sends to itself that have no receive yet, and receives without a send."""
+"""By group: this rank's sends to itself without a receive so far, and receives without a send."""
 
 
 def _message_to_oneself(call: Call) -> Ending:
-    """Handle a message to this rank itself, which gloo can't send.
+    """Handle a message from this rank to itself, which gloo can't send.
 
-    In a group of calls, NCCL copies it once it has both ends.
+    NCCL copies such a message once a group of calls contains both ends.
     """
     pending = _own_messages.setdefault(call.group, [])
     other = next((each for each in pending if each.name != call.name), None)
@@ -156,7 +158,7 @@ def _message_to_oneself(call: Call) -> Ending:
         if given.dtype != received.dtype or given.numel() != received.numel():
             raise ValueError(
                 f"rank {call.peer} of the group sends itself {given.numel()} elements of "
-                f"{given.dtype} and receives {received.numel()} of {received.dtype}"
+                f"{given.dtype}, but receives {received.numel()} of {received.dtype}"
             )
         _row_inside(received).copy_(_row_inside(given))
     return Ending(call, OwnMessage(call, pending))
@@ -214,15 +216,16 @@ def _run_wrap(func: Operator, args: Args, kwargs: Kwargs) -> torch.Tensor:
 
 @handler(*_FSDP, records_itself=True)
 def _run_fsdp(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Run an operator of FSDP as its GPU implementation does, not the CPU's."""
+    """Run an FSDP operator with its GPU implementation, not the CPU's."""
     return func._op_dk(torch._C.DispatchKey.PrivateUse1, *args, **kwargs)
 
 
 def _refuse(func: Operator, *args: Any) -> NoReturn:
-    """Refuse an operator of c10d that isn't in the table, which would run as if it were a kernel."""
+    """Reject a c10d operator that isn't in the table; it would run as if it were a kernel."""
     raise NotImplementedError(
-        f"{func._schema.name} is not supported on virtual GPUs: call it with tensors on the CPU, or use "
-        f"one of {', '.join(name for name, each in table.COLLECTIVES.items() if each.operators)}"
+        f"{func._schema.name} is not supported on virtual GPUs: call it with tensors on the CPU, "
+        "or use one of "
+        f"{', '.join(name for name, each in table.COLLECTIVES.items() if each.operators)}"
     )
 
 
@@ -243,7 +246,7 @@ def _run_shapes(func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode) ->
     gpu = next(filter(None, map(gpu_of, tensors_in(args))), None)
     if gpu is None:
         raise RuntimeError(
-            f"{call.name} of a tensor on the host, but the groups of a virtual cluster connect its "
+            f"{call.name} of a tensor on the host, but a virtual cluster's groups only connect "
             "GPUs, as NCCL's do: move the tensor to the rank's GPU"
         )
     table.check(call)
@@ -314,7 +317,7 @@ def install(changes: Changes) -> None:
 
 
 def _with_virtual_time(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``dist.barrier``, which no virtual GPU sees, because gloo uses a CPU tensor for it."""
+    """Wrap ``dist.barrier``, for which gloo uses a CPU tensor, never a virtual one."""
 
     @functools.wraps(plain)
     def barrier(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:

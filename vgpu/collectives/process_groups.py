@@ -2,9 +2,9 @@
 
 ``vccl`` is to ``vgpu`` what ``nccl`` is to ``cuda``: the device type's default. Underneath, gloo
 carries the bytes (dispatch.py). Since that needs a CPU backend, a ``vccl`` group also accepts CPU
-tensors, which NCCL would refuse.
+tensors, which NCCL would reject.
 
-Features that only NCCL has are emulated here, or refused (symmetric memory in wrappers.py).
+Features that only NCCL has are emulated or rejected here (symmetric memory, in wrappers.py).
 """
 
 import collections
@@ -30,12 +30,12 @@ from vgpu.tensor.tensor import VirtualTensor, wrap
 from vgpu.torch_patches.undo import Changes
 
 BACKEND = "vccl"
-"""The backend for virtual GPUs, as ``nccl`` is for CUDA's."""
+"""The backend for virtual GPUs, as ``nccl`` is for CUDA GPUs."""
 
 _CPU = torch.device("cpu")
 
 ranks_are_absent = False
-"""Whether the other ranks of new groups don't exist; ``cluster`` sets this for its block."""
+"""Whether the other ranks of new groups are absent; ``cluster`` sets this for its block."""
 
 
 def install(changes: Changes) -> None:
@@ -65,7 +65,7 @@ def install(changes: Changes) -> None:
 
 
 def _make_backend(options: Any, backend_options: object) -> Any:
-    """Create the backend of a ``vccl`` group, which is gloo; ``init_process_group`` calls this."""
+    """Create a ``vccl`` group's backend: gloo, or a fake one if the other ranks are absent."""
     if ranks_are_absent:
         from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
 
@@ -74,14 +74,14 @@ def _make_backend(options: Any, backend_options: object) -> Any:
             options.group_rank, options.group_size, None
         )
     if not dist.is_gloo_available():
-        raise RuntimeError("process groups of virtual GPUs need gloo, and this torch has none")
+        raise RuntimeError("process groups of virtual GPUs need gloo, which this torch lacks")
     return dist.ProcessGroupGloo(
         options.store, options.group_rank, options.group_size, timeout=options.timeout
     )
 
 
 def _with_the_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function that creates every group; groups of virtual GPUs also take CPU tensors."""
+    """Wrap the function that creates all groups; those of virtual GPUs also accept CPU tensors."""
 
     @functools.wraps(plain)
     def new_process_group(*args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def _with_the_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
             types = {device.type for device in group._device_types}
         if gpus.DEVICE_TYPE in types:
             torch_releases.name_default_backend(group, dist.ProcessGroup.BackendType.CUSTOM)
-        # With absent ranks, CPU tensors are refused, as with NCCL.
+        # With absent ranks, CPU tensors are rejected, as with NCCL.
         if gpus.DEVICE_TYPE in types and not ranks_are_absent:
             if _CPU.type not in types:
                 backend = group._get_backend(torch.device(gpus.DEVICE_TYPE))
@@ -110,11 +110,11 @@ def _with_the_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_nccl(backend: str, options: object) -> None:
-    """Raise an error that says what to do, as NCCL's own error without CUDA wouldn't."""
+    """Reject NCCL without CUDA, and options for ``vccl``, with errors that say what to do."""
     if "nccl" in backend and not torch.cuda.is_available():
         raise RuntimeError(
-            f"the backend {backend} needs CUDA GPUs, and there are only virtual ones: leave out the "
-            f"backend, use {BACKEND!r}, or run the script with "
+            f"the backend {backend} needs CUDA GPUs, and there are only virtual ones: leave out "
+            f"the backend, use {BACKEND!r}, or run the script with "
             f"python -m vgpu --cuda-is-vgpu, which reads nccl as {BACKEND} in the "
             "program's own files"
         )
@@ -129,7 +129,7 @@ def _refuse_nccl(backend: str, options: object) -> None:
 def _never_gloo(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the choice of the backend that ``new_group`` splits, so that it's never gloo.
 
-    Since torch 2.15, ``new_group`` would call methods on it that only NCCL has.
+    Since torch 2.15, ``new_group`` calls methods of that backend that only NCCL has.
     """
 
     @functools.wraps(plain)
@@ -141,10 +141,10 @@ def _never_gloo(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _coalescing(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_coalescing_manager``, so that it gets no device.
+    """Wrap ``_coalescing_manager`` so that it gets no device.
 
-    With a device, it uses the group's start and end, which only NCCL has. Without one, it sends
-    collectives of the same kind together, and others one by one.
+    With a device, it uses methods that start and end a group of calls, which only NCCL has. Without
+    one, it issues collectives of the same kind together, and others one by one.
     """
 
     @functools.wraps(plain)
@@ -157,7 +157,7 @@ def _coalescing(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _splitting(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``split_group``, which a DeviceMesh calls if the group was created with ``device_id``.
 
-    C++ would split the gloo group of each device separately, and both would rendezvous under one name.
+    C++ would split each device's gloo backend separately, and both would rendezvous under one name.
     """
 
     @functools.wraps(plain)
@@ -186,7 +186,7 @@ def _splitting(plain: Callable[..., Any]) -> Callable[..., Any]:
     return split_group
 
 
-# NCCL refuses two ranks on the same GPU
+# NCCL rejects two ranks on the same GPU
 
 _unclaimed: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.Store, str]]" = (
     weakref.WeakKeyDictionary()
@@ -194,7 +194,7 @@ _unclaimed: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.Store, str]
 """For each group in which this rank hasn't used a GPU yet: the store where ranks claim theirs, and
 the group's key.
 """
-_groups_made: collections.Counter[str] = collections.Counter()  # names are reused
+_groups_made: collections.Counter[str] = collections.Counter()  # by name; names are reused
 
 
 def claim_gpu(group: dist.ProcessGroup, gpu: VirtualGPU) -> None:
@@ -202,15 +202,17 @@ def claim_gpu(group: dist.ProcessGroup, gpu: VirtualGPU) -> None:
 
     Raises DistBackendError if another rank of the group has claimed the same GPU of the same host,
     or if the group was created for a different GPU. NCCL compares GPUs when it creates a
-    communicator, for each of a rank's GPUs. Here, a rank enters the first GPU that it uses into the
-    group's store without waiting for others, so only the second of two ranks is refused.
+    communicator, which it does for each of a rank's GPUs. Here, a rank writes the first GPU that it
+    uses to the group's store, without waiting for others, so only the second of two ranks gets an
+    error.
     """
     bound = group.bound_device_id
     if bound is not None and bound.index != gpu.index:
         raise dist.DistBackendError(
-            "Attempt to perform collective on tensor not on device passed to init_process_group: the "
-            f"tensor is on CUDA device {gpu.index}, and the group of rank {group.rank()} has "
-            f"device_id {bound.index}. Call torch.cuda.set_device(local_rank) before the first tensor."
+            "Attempt to perform collective on tensor not on device passed to init_process_group: "
+            f"the tensor is on CUDA device {gpu.index}, and rank {group.rank()}'s group has "
+            f"device_id {bound.index}. Call torch.cuda.set_device(local_rank) before creating "
+            "tensors."
         )
     if group not in _unclaimed:
         return
@@ -220,15 +222,15 @@ def claim_gpu(group: dist.ProcessGroup, gpu: VirtualGPU) -> None:
     if first != rank:
         raise dist.DistBackendError(
             f"Duplicate GPU detected : rank {rank} and rank {first} both on CUDA device "
-            f"{gpu.index}, which NCCL refuses: give each rank its own, with "
-            "torch.cuda.set_device(local_rank) before the first tensor, or by the index of its "
-            "device"
+            f"{gpu.index}, which NCCL rejects: use a different GPU on each rank. Call "
+            "torch.cuda.set_device(local_rank) before creating tensors, or include the GPU's index "
+            "in their device"
         )
     del _unclaimed[group]
 
 
 def _physical_gpu(index: int) -> str:
-    """Name the GPU with this number across processes; each torchrun agent counts as a host."""
+    """Return the GPU's name, the same in all processes; each torchrun agent counts as a host."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     number = visible[index] if index < len(visible) else index
     return f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}/{number}"
@@ -238,7 +240,7 @@ def _physical_gpu(index: int) -> str:
 
 
 def _virtual(value: Any) -> Any:
-    """Wrap a tensor on the GPU whose memory counts its storage; return anything else unchanged."""
+    """Wrap a tensor on the GPU to which its storage belongs; return anything else unchanged."""
     if not isinstance(value, torch.Tensor) or isinstance(value, VirtualTensor):
         return value
     if value.layout is not torch.strided or value.device.type != "cpu":

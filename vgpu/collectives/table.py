@@ -1,19 +1,19 @@
-"""The table of collectives: their operators, checks, bytes and seconds. To add one, add a row.
+"""The table of collectives: their operators, checks, bytes and times.
 
 Real ranks, virtual clusters, collective counters, the simulator, hang reports and plans read the
-table; the checks are in calls.py.
+table; the checks are in calls.py. To add a collective, add a row.
 
-Sizes are defined as in nccl-tests (doc/PERFORMANCE.md): the size of the whole tensor, which is the
-gathered one for ``all_gather``, the one before scattering for ``reduce_scatter``, and what one GPU
-holds for ``all_to_all``; for a ``permute``, what each GPU sends.
+Sizes are defined as in nccl-tests (doc/PERFORMANCE.md): the size of the full tensor, which is the
+gathered tensor for ``all_gather``, the tensor before scattering for ``reduce_scatter``, and one
+GPU's tensor for ``all_to_all``; for a ``permute``, it's what each GPU sends.
 
-The formulas for seconds are the usual ones, with a latency per step and a bandwidth for the bytes
+The time formulas are the usual ones, with a latency per step and a bandwidth for the bytes
 (Hockney, 1994), for the algorithms that NCCL uses for large messages: rings, and trees for an
-all-reduce over several hosts. They leave out NCCL's faster protocols for small messages, reductions
-inside NVSwitch and in switches between hosts, and the time for the additions.
+all-reduce across hosts. Not modeled: NCCL's faster protocols for small messages, reductions inside
+NVSwitch and inside switches between hosts, and the time for the additions.
 
-Between hosts, a ring enters and leaves each host once per adapter, so a group with more GPUs on a
-host has more adapters. All GPUs of a host are assumed to send at once, each over its share of the
+Between hosts, a ring enters and leaves each host once per adapter, so a group with more GPUs per
+host uses more adapters. All GPUs of a host are assumed to send at once, each over its share of the
 adapters. If hosts have different numbers of GPUs, the one with the fewest slows down the ring, and
 its GPUs have the most to send to other hosts.
 """
@@ -32,32 +32,32 @@ from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of ``torch.distributed``."""
+    """One collective in ``torch.distributed``."""
 
     operators: Mapping[str, tuple[Check, ...]]
-    """The operators in ``torch.ops`` that implement it, each with the checks of its arguments."""
+    """The operators in ``torch.ops`` that implement it, each with the checks for its arguments."""
     size_bytes: Callable[[Call], int]
     sent_share: Callable[[int], float] | None
     """Returns the fraction of ``size_bytes`` that each of n ranks sends; None if ranks differ."""
     seconds: Callable[[float, int, "Route"], float]
-    """Returns the time for ``size_bytes`` among a number of GPUs over these links."""
+    """Returns the seconds for ``size_bytes``, a number of GPUs, and a route."""
     source: str
     """Where the time formula comes from."""
     same_elements: bool = False
-    """Whether all ranks must pass the same number of elements and dtype; shapes may differ."""
+    """Whether all ranks must pass the same dtype and number of elements; shapes may differ."""
 
 
 # Seconds
 
 
 class Route(NamedTuple):
-    """The links that a group's bytes cross: one GPU's links inside its host, and to other hosts."""
+    """The links that a group's bytes cross: one GPU's, inside its host and to other hosts."""
 
     latency_s: float
     bytes_per_s: float
-    hosts: int = 1  # that the group spans
-    fewest: int = 1  # the smallest number of its GPUs on any of its hosts
-    most: int = 1
+    hosts: int = 1  # how many the group spans
+    fewest: int = 1  # the smallest number of the group's GPUs on any of these hosts
+    most: int = 1  # the largest such number
     network_latency_s: float = 0.0
     network_bytes_per_s: float = math.inf  # a GPU's share of its host's adapters
 
@@ -70,13 +70,13 @@ class Route(NamedTuple):
         return between if self.most == 1 else min(self.bytes_per_s, between)
 
     def steps_s(self, count: int) -> float:
-        """The total latency once around a ring of ``count`` GPUs."""
+        """Return the total latency of passing data once around a ring of ``count`` GPUs."""
         between = self.hosts - 1
         return (count - 1 - between) * self.latency_s + between * self.network_latency_s
 
 
 def _all_reduce(size_bytes: float, count: int, route: Route) -> float:
-    """Return the time of a ring or, over several hosts, of the faster of ring and tree.
+    """Return the time of a ring or, across hosts, of a ring or a tree, whichever is faster.
 
     A barrier takes as long as an all-reduce of one byte.
     """
@@ -85,7 +85,7 @@ def _all_reduce(size_bytes: float, count: int, route: Route) -> float:
 
 
 def _tree(size_bytes: float, count: int, route: Route) -> float:
-    """Sums go up a tree of hosts and come down again, along a chain of GPUs inside each host.
+    """Return the time to send sums up and down a tree of hosts, along a chain in each host.
 
     The bytes cross each link twice; 0.92 of a ring's bandwidth is NCCL's own estimate (tuning.cc).
     """
@@ -95,7 +95,7 @@ def _tree(size_bytes: float, count: int, route: Route) -> float:
 
 
 def _all_gather(size_bytes: float, count: int, route: Route) -> float:
-    """A ring takes n - 1 steps, in each of which every GPU sends 1/n of the bytes."""
+    """Return the time of a ring: n - 1 steps, in each of which every GPU sends 1/n of the bytes."""
     passed_bytes = (count - 1) * size_bytes / count
     return route.steps_s(count) + passed_bytes / route.ring_bytes_per_s
 
@@ -104,7 +104,7 @@ _reduce_scatter = _all_gather  # the same steps, with a sum in each
 
 
 def _broadcast(size_bytes: float, count: int, route: Route) -> float:
-    """Small parts are passed from GPU to GPU, so that all links are busy at once.
+    """Return the time of a chain: small parts pass from GPU to GPU, so all links are busy at once.
 
     The bytes take as long as over one link, and each of the n - 1 hops adds its latency.
     """
@@ -115,7 +115,7 @@ _reduce = _broadcast  # the same chain in the other direction, with a sum at eac
 
 
 def _all_to_all(size_bytes: float, count: int, route: Route) -> float:
-    """Every GPU sends 1/n of its bytes to each of the others, all at once."""
+    """Return the time if every GPU sends 1/n of its bytes to each of the others, all at once."""
     most = count if route.hosts == 1 else route.most
     inside_s = route.latency_s + (most - 1) / count * size_bytes / route.bytes_per_s
     if route.hosts == 1:
@@ -172,7 +172,7 @@ _UNCHECKED: tuple[Check, ...] = ()
 
 
 def _functional(*names: str) -> dict[str, tuple[Check, ...]]:
-    """Functional collectives create their outputs, and copy what isn't contiguous."""
+    """Return functional operators, which create their outputs and copy non-contiguous inputs."""
     return {f"_c10d_functional::{name}": _UNCHECKED for name in names}
 
 
@@ -193,9 +193,9 @@ COLLECTIVES: dict[str, Collective] = {
         size_bytes=_inputs,
         sent_share=lambda count: 2 * _ring_pass(count),
         seconds=_all_reduce,
-        source=f"{_RINGS}: a reduce-scatter, then an all-gather; over several hosts also a tree (Sanders et "
-        "al., 2009, Two-tree algorithms for full bandwidth broadcast, reduction and scan), "
-        "whichever is faster",
+        source=f"{_RINGS}: a reduce-scatter, then an all-gather; across hosts, this or a tree "
+        "(Sanders et al., 2009, Two-tree algorithms for full bandwidth broadcast, reduction and "
+        "scan), whichever is faster",
         same_elements=True,
     ),
     "reduce_scatter": Collective(
@@ -305,7 +305,7 @@ COLLECTIVES: dict[str, Collective] = {
         size_bytes=_one_byte,
         sent_share=None,
         seconds=_all_reduce,
-        source="an all-reduce of one number",
+        source="an all-reduce of one byte",
     ),
 }
 
@@ -328,14 +328,14 @@ def call_of(operator: str, arguments: Kwargs, group: dist.ProcessGroup) -> Call:
 
 
 def check(call: Call) -> None:
-    """Raise ValueError, TypeError or RuntimeError for arguments that the collective can't handle."""
+    """Raise ValueError, TypeError or RuntimeError if the collective can't handle its arguments."""
     calls.check_ranks(call)
     for check_arguments in COLLECTIVES[call.name].operators[call.operator]:
         check_arguments(call)
 
 
 def sent_bytes(name: str, size_bytes: float, count: int) -> float:
-    """Return the bytes that each of ``count`` ranks sends (in a broadcast, except the last one).
+    """Return the bytes that each of ``count`` ranks sends (the last one in a chain sends none).
 
     Raises NotImplementedError for collectives in which ranks send different amounts.
     """
@@ -345,7 +345,7 @@ def sent_bytes(name: str, size_bytes: float, count: int) -> float:
             other for other, each in COLLECTIVES.items() if each.sent_share and each.operators
         )
         raise NotImplementedError(
-            f"what a rank sends is counted only for {', '.join(counted)}, not for {name}"
+            f"the bytes that a rank sends are counted only for {', '.join(counted)}, not for {name}"
         )
     return share(count) * size_bytes
 
@@ -356,7 +356,7 @@ def seconds(name: str, size_bytes: float, count: int, route: Route) -> float:
     Raises ValueError for an unknown name, with the list of collectives.
     """
     if name not in COLLECTIVES:
-        raise ValueError(f"no collective {name!r}; there are {', '.join(COLLECTIVES)}")
+        raise ValueError(f"no collective is called {name!r}; use one of {', '.join(COLLECTIVES)}")
     if count < 1:
-        raise ValueError(f"{name} among {count} GPUs: a collective needs at least one")
+        raise ValueError(f"{name} among {count} GPUs: a collective needs at least one GPU")
     return COLLECTIVES[name].seconds(size_bytes, count, route) if count > 1 else 0.0

@@ -1,6 +1,6 @@
 """The work that a collective on virtual GPUs returns, and its future.
 
-gloo carries the values, if there are any. In a recording, a wait also takes virtual time.
+gloo transfers the values, if there are any. In a recording, a wait also takes virtual time.
 """
 
 import threading
@@ -21,7 +21,7 @@ from vgpu.time.program import Enqueued
 
 
 class Waiting:
-    """What waiting for a collective does: the current stream waits or, for a barrier, the host."""
+    """Waits for a collective: the current stream waits or, for a barrier, the host does."""
 
     def __init__(self, done: Enqueued | None, gpu: VirtualGPU, by_host: bool) -> None:
         self._done = done
@@ -49,8 +49,8 @@ class OwnMessage:
         if not self.is_completed():
             call = self._call
             raise RuntimeError(
-                f"rank {call.peer} of the group waits for a {call.name} to or from itself that has no "
-                "other end: pass the send and its receive to the same dist.batch_isend_irecv"
+                f"rank {call.peer} of the group waits for a {call.name} to or from itself that has "
+                "no counterpart: pass the send and its receive to the same dist.batch_isend_irecv"
             )
 
     def _source_rank(self) -> int | None:
@@ -58,7 +58,7 @@ class OwnMessage:
 
 
 class Ending:
-    """The end of a collective: gloo has carried the values, and its virtual time is known."""
+    """Tracks the end of a collective: gloo's transfer of the values, and the virtual time."""
 
     def __init__(
         self,
@@ -66,13 +66,13 @@ class Ending:
         gloos: dist.Work | OwnMessage | None = None,
         buffers: BorrowedBuffers | None = None,
     ) -> None:
-        """``gloos`` is the work that carries the values; None if it's done or there are no values."""
+        """``gloos`` is the work that transfers the values; None if it's done or there are none."""
         self._is_send = call.name == "send"
         self.outputs: Tensors = call.inputs if self._is_send else call.outputs
         self.gloos = gloos
         self.buffers = buffers or BorrowedBuffers(call.name)
         self.waiting: Callable[[], None] = lambda: None
-        """Does what waiting for the collective does in virtual time."""
+        """Waits for the collective in virtual time."""
         self._ended = gloos is None
         self._lock = threading.Lock()
         self._in_background: torch.futures.Future[Any] | None = None
@@ -95,7 +95,7 @@ class Ending:
         return self._ended or (self.gloos is not None and self.gloos.is_completed())
 
     def in_background(self) -> "torch.futures.Future[Any]":
-        """Wait for gloo in a thread, since not all of its collectives signal when they have finished."""
+        """Wait for gloo in a thread: not all of its collectives signal when they have finished."""
         if self._in_background is None:
             future: torch.futures.Future[Any] = torch.futures.Future()
             self._in_background = future
@@ -187,9 +187,9 @@ class _Work(_PythonWork, PythonCallbackWork):
 class _JoinWork(_PythonWork, dist.Work):
     """The work of an all-reduce over one of DDP's groups outside of a backward pass.
 
-    In ``model.join()``, C++ asks for the futures of the all-reduces that a rank without data
-    issues, drops the work, and waits for the future. So it must be this class's future, which C++
-    finds as long as the Python object exists.
+    In ``model.join()``, C++ asks for the future of each all-reduce that a rank without data issues,
+    drops the work, and waits for the future. So it must be this class's future, which C++ finds as
+    long as the Python object exists.
     """
 
     def __init__(self, ending: Ending) -> None:

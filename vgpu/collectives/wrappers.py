@@ -1,6 +1,6 @@
-"""What torch builds on virtual tensors and groups: DTensor, DDP, FSDP2, pipelines, symmetric memory.
+"""Patches for DTensor, DDP, FSDP2, pipelines and symmetric memory on virtual GPUs.
 
-To C++, wrappers of virtual tensors, such as DTensors and the results of functional collectives,
+In C++, wrappers of virtual tensors, such as DTensors and the results of functional collectives,
 must be on the device type for which autograd has a queue (memory/gpus.py); Python shows the virtual
 device. Such a class is patched when its first tensor is created or, if C++ creates that tensor,
 when the class's module is imported. Enabling virtual GPUs imports none of these modules.
@@ -76,7 +76,7 @@ def _device(tensor: torch.Tensor) -> torch.device:
 
 
 def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Call ``Tensor.to``, which compares devices in C++ and thus needs the C++ device."""
+    """Call ``Tensor.to``, which compares devices in C++ and so needs the C++ device."""
     if "device" in kwargs:
         kwargs["device"] = cpp_device(kwargs["device"])
     elif args:
@@ -101,9 +101,9 @@ def _show_device_of_dtensors(module: ModuleType, changes: Changes) -> None:
 
 
 def _read_offset(module: ModuleType, changes: Changes) -> None:
-    """Let DTensor, which sets a generator's offset for each shard, find it at the end of our state.
+    """Make DTensor, which sets a generator's offset per shard, find it at the end of vgpu's state.
 
-    torch reads 16 bytes, as in CUDA's generator: a seed, then an offset.
+    torch reads a state of 16 bytes, as in CUDA's generator: a seed, then an offset.
     """
 
     class PhiloxState(module._PhiloxState):  # type: ignore[name-defined]
@@ -127,7 +127,7 @@ def _read_offset(module: ModuleType, changes: Changes) -> None:
 # DistributedDataParallel
 
 ddp_groups: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
-"""Groups over which a DistributedDataParallel sums gradients; not names, which are reused."""
+"""Groups over which a DistributedDataParallel reduces gradients; not names, as those are reused."""
 
 
 def _without_times(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,7 +168,7 @@ def _without_votes(module: ModuleType, changes: Changes) -> None:
 def _as_a_fake_group(plain: Callable[..., None]) -> Callable[..., None]:
     """Make a schedule skip its vote if the other ranks are absent, as it does with a fake group.
 
-    Before its first step, a schedule lets all stages vote, by an all-reduce of values, on whether
+    Before its first step, a schedule has all stages vote, by an all-reduce of values, on whether
     their sizes are known (``input_args`` and ``output_args``), and warms up their connections. With
     torch's own fake process group, it skips both, and says which stage's sizes are missing.
     """
@@ -200,10 +200,10 @@ def _divide_beside_sum(module: ModuleType, changes: Changes) -> None:
 
 
 def _without_premultiplied_sum(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap FSDP2's choice of how to average, without the premultiplied sum, which gloo lacks.
+    """Wrap FSDP2's choice of how to average, to avoid the premultiplied sum, which gloo lacks.
 
-    Where ``set_gradient_divide_factor`` would use one, FSDP2 itself divides and then sums, as with
-    ``set_force_sum_reduction_for_comms``.
+    Where ``set_gradient_divide_factor`` would use one, FSDP2 divides the gradients itself and then
+    sums them, as with ``set_force_sum_reduction_for_comms``.
     """
 
     @functools.wraps(plain)
@@ -233,7 +233,7 @@ def _refuse_symmetric_memory(module: ModuleType, changes: Changes) -> None:
 
 
 def _refusing_virtual(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of symmetric memory, which takes a device or a tensor."""
+    """Wrap a function of symmetric memory that takes a device or a tensor."""
 
     @functools.wraps(plain)
     def refusing(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """Gives every Python process that a run starts the run's virtual GPUs.
 
-Python imports this when it starts if this folder is in PYTHONPATH. Launchers such as torchrun and
+Python imports this file at startup if its folder is in PYTHONPATH. Launchers such as torchrun and
 accelerate start their ranks as ``python script.py``, which becomes ``python -m vgpu [options]
 script.py``. This file must not import torch, or anything else that takes time.
 """
@@ -12,7 +12,7 @@ import shlex
 import sys
 
 # Processes that don't run a user's program: multiprocessing's own, whose children get the virtual
-# GPUs with their preparation data; pytest-xdist's workers, which have the plugin; this package.
+# GPUs with their preparation data; pytest-xdist's workers, which have the plugin; and this package.
 _COMMANDS = ("from multiprocessing", "import sys;exec(eval(sys.stdin.readline()))")
 _MODULES = ("vgpu", "pip", "ensurepip", "venv", "torch._inductor")
 
@@ -32,9 +32,10 @@ def run_with_virtual_gpus() -> None:
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Return Python's own options, and the program: ``["-m", name, ...]``, ``["-c", text, ...]`` or a script.
+    """Return Python's own options, and the program.
 
-    The program is empty if Python reads it from standard input.
+    The program is ``["-m", name, ...]``, ``["-c", text, ...]`` or a script, or empty if Python
+    reads it from standard input.
     """
     flags: list[str] = []
     rest = arguments[1:]
@@ -73,7 +74,7 @@ def is_wanted(program: list[str]) -> bool:
 
 
 def import_the_hidden_one() -> None:
-    """Import the sitecustomize that this one hides."""
+    """Import the sitecustomize module that this one hides."""
     here = os.path.dirname(os.path.abspath(__file__))
     path = [folder for folder in sys.path if os.path.abspath(folder) != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", path)

@@ -1,4 +1,4 @@
-"""Run functions from a notebook cell on several processes with a process group: ``launch.run``."""
+"""``launch.run`` runs functions from a notebook cell in processes that form a process group."""
 
 from vgpu.launch.failures import LaunchError, RankDied, RankRaised, RanksHung
 from vgpu.launch.forkserver import warm_up

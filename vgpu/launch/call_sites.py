@@ -1,9 +1,9 @@
-"""Finds out where a rank is, from inside it, while its main thread is blocked.
+"""Finds out where a rank is, from within its process, while its main thread is blocked.
 
-There are two sources. The Python stack of the rank's main thread says where it is now. PyTorch's
-flight recorder says which collectives the rank has started and not finished, including those that
-run in the background (``async_op=True``) or that PyTorch itself calls (DistributedDataParallel in
-``backward``).
+There are two sources. The Python stack of the rank's main thread says where the thread is now.
+PyTorch's flight recorder says which collectives the rank has started and not finished, including
+those that run in the background (``async_op=True``) or that PyTorch itself calls
+(DistributedDataParallel in ``backward``).
 """
 
 import linecache
@@ -59,7 +59,7 @@ class CollectiveRecord:
     """A collective, as recorded by one rank's flight recorder."""
 
     group: str
-    """Name of the group and backend: in a group with two backends, each counts its own."""
+    """The group and backend: in a group with two backends, each counts its own collectives."""
     number: int
     """Its number among the collectives of the group, from 1: the same on every rank."""
     name: str
@@ -72,7 +72,7 @@ class CollectiveRecord:
 
 
 class Message(NamedTuple):
-    """The messages that one rank sends to another in a group with one tag; ranks are global."""
+    """The messages with one tag that one rank of a group sends to another; ranks are global."""
 
     group: str
     source: int
@@ -86,7 +86,7 @@ class RankState:
     """Where one rank is."""
 
     stage: str
-    """"is starting", "runs" or "has returned"."""
+    """"is starting", "runs", "has returned" or, for a stopped process, "is stopped"."""
     call_site: CallSite | None = None
     call: str = ""
     """The function of torch.distributed, or the part of DDP or autograd, that the rank is in."""
@@ -176,20 +176,20 @@ def rank_state(thread: int, stage: str) -> RankState:
     return state
 
 
-# Cached: looking at a rank calls this for thousands of frames, and each call searches folders.
+# Cached: inspecting a rank calls this for thousands of frames, and each call searches folders.
 @cache
 def is_library(filename: str) -> bool:
     """Whether a frame's file belongs to Python, to an installed package or to vgpu."""
     if filename.startswith("<"):
-        return filename.startswith("<frozen")  # any other name is code that was typed in
+        return filename.startswith("<frozen")  # any other such name is code that was typed in
     path = Path(filename).resolve()
     return not _INSTALLED.isdisjoint(path.parts) or any(map(path.is_relative_to, _LIBRARIES))
 
 
 def user_call_site(frames: Iterable[tuple[str, int]]) -> CallSite | None:
-    """Return the user's line that is running, given (file, line) of each frame, innermost first.
+    """Return the user's line that's running; ``frames`` are (file, line), innermost first.
 
-    It's the innermost line in a notebook cell or, without cells, in a file outside of libraries.
+    This is the innermost line in a notebook cell or, without cells, in a file outside libraries.
     """
     own = [frame for frame in frames if not is_library(frame[0])]
     cells = [frame for frame in own if _is_cell(frame[0])]
@@ -233,12 +233,12 @@ def _outermost_call(
 ) -> tuple[str, bool]:
     """Return what the user's line called, and whether that's a function of torch.distributed.
 
-    It's the outermost function called from that line that may have to wait for other ranks.
+    This is the outermost function called from that line that may have to wait for other ranks.
     """
     call, is_distributed = "", False
     for filename, line, function in stack:
         if filename == _DDP:
-            part = "construction" if function == "__init__" else "forward"
+            part = "constructor" if function == "__init__" else "forward"
             call, is_distributed = f"the {part} of DistributedDataParallel", False
         elif function == "_engine_run_backward":
             call, is_distributed = "backward", False

@@ -28,7 +28,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 class LaunchError(RuntimeError):
-    """``launch.run`` has no results to return; the message says which rank failed, why and where."""
+    """``launch.run`` has no results; the message says which rank failed, where and why."""
 
 
 class RankRaised(LaunchError):
@@ -58,11 +58,11 @@ def has_lost_peer(rank: RankProcess) -> bool:
 
 
 def failure_error(ranks: Sequence[RankProcess], scratch: Path) -> LaunchError:
-    """Return the error for the rank that failed first and on its own."""
+    """Return the error for the first rank that failed on its own."""
     failed = sorted(filter(has_failed, ranks), key=lambda r: (has_lost_peer(r), _failed_ns(r)))
     if failed[0].died:
         return _died(failed[0], ranks, scratch)
-    # If several ranks raised the same error, it's random which was first: report the lowest rank.
+    # If multiple ranks raised the same error, which was first is random: report the lowest rank.
     same = [r for r in failed if _summary(r) == _summary(failed[0])]
     first = min(same, key=lambda r: r.rank)
     others = [r for r in failed if r is not first]
@@ -107,7 +107,7 @@ def _raised(number: int, failure: Failure, others: list[RankProcess], world: int
     text = {
         "raised": f"{rank} raised {failure.summary}",
         "exited": f"{rank} called sys.exit before it returned: {failure.summary}",
-        "unreadable": f"{rank} couldn't rebuild the function that was sent to it: {failure.summary}",
+        "unreadable": f"{rank} couldn't unpickle the function sent to it: {failure.summary}",
         "unsendable": (
             f"{rank} returned something that can't be sent back through a file in "
             f"{tempfile.gettempdir()}: "
@@ -126,7 +126,7 @@ def _raised(number: int, failure: Failure, others: list[RankProcess], world: int
     trace = "" if failure.kind == "unsendable" else _name_cells(failure.traceback)
     error = RankRaised("\n\n".join(filter(None, [text, trace, "\n".join(notes)])))
     if failure.exception is not None:
-        with suppress(Exception):  # unpickling may fail in this process; its text is above
+        with suppress(Exception):  # unpickling may fail in this process; the error's text is above
             error.__cause__ = pickle.loads(failure.exception)
     return error
 

@@ -23,7 +23,7 @@ PRELOAD = (
 """The modules that the forkserver imports once, for all ranks, if they're installed."""
 
 SOCKETS_FOLDER = "LAUNCH_SOCKETS_FOLDER"
-"""The environment variable that names the folder a forkserver removes when it ends."""
+"""The environment variable that names the folder that a forkserver removes when it exits."""
 
 # A socket's path can have 103 bytes on macOS, 107 on Linux, including the 32 bytes of
 # "/pymp-xxxxxxxx/listener-xxxxxxxx".
@@ -68,7 +68,7 @@ def main_module_hidden() -> Iterator[None]:
 def _ensure_running() -> None:
     spawn = mock.patch.object(multiprocessing.util, "spawnv_passfds", _spawn)
     with main_module_hidden(), spawn:
-        # A parent that is killed doesn't remove the folder of multiprocessing's sockets. The
+        # A parent that's killed doesn't remove the folder of multiprocessing's sockets. The
         # forkserver exits a moment later, and removes the folder that this variable names.
         os.environ[SOCKETS_FOLDER] = _sockets_folder()
         try:
@@ -82,7 +82,7 @@ def _spawn(path: str, arguments: list[str], passed: list[int]) -> int:
 
     When a kernel shuts down, it sends SIGTERM to its process group and waits until the group is
     empty. The tracker ignores SIGTERM, and a dead forkserver stays a zombie of the kernel, so each
-    shutdown took 2.5 s. Both end by themselves when their parent does.
+    shutdown would take 2.5 s. Both exit on their own when their parent does.
     """
     # Importing creates millions of objects, none of them garbage; collecting would take a fifth of
     # the time. vgpu.launch.rank, the last import, turns the garbage collector back on.
@@ -101,7 +101,7 @@ def _spawn(path: str, arguments: list[str], passed: list[int]) -> int:
 def _sockets_folder() -> str:
     """Return multiprocessing's temporary folder, in /tmp if TMPDIR is too long.
 
-    A socket's path is limited to about a hundred bytes. Python takes TMPDIR, however long, and
+    A socket's path is limited to about a hundred bytes. Python uses TMPDIR, however long it is, and
     fails with "AF_UNIX path too long" when the forkserver starts.
     """
     too_long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR_BYTES

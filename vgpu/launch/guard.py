@@ -1,10 +1,10 @@
 """A guard process that kills all of a process's descendants when it exits.
 
-A daemon starts its own session and forks twice, so it's in none of our process groups or lists of children,
-and as an orphan it's reparented to init. Linux lets a process adopt such orphans (PR_SET_CHILD_SUBREAPER,
-man 2 prctl), so ``enter`` creates a guard above the caller that does so, and that kills whatever is left
-below it. On other systems, ``end`` kills the process and its group, or on Windows its descendants; a
-process that has left those survives.
+A daemon starts its own session and forks twice, so it's in none of our process groups or lists of
+children, and as an orphan it's reparented to init. Linux lets a process adopt such orphans
+(PR_SET_CHILD_SUBREAPER, man 2 prctl), so ``enter`` creates a guard above the caller that adopts
+them, and kills whatever is left below it. On other systems, ``end`` kills the process and its
+group, or on Windows its descendants; a process that has left those survives.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ ADOPTS = sys.platform == "linux"
 """Whether a guard kills all descendants, including daemons."""
 
 GRACE_S = 0.5
-"""The time that processes get to notice that their parent has ended, and to clean up."""
+"""The time that processes have to notice that their parent has ended, and to clean up."""
 
 _SUBREAPER, _SIGNAL_ON_PARENTS_DEATH = 36, 1  # linux/prctl.h
 _NOTICED = (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM) if sys.platform == "linux" else ()
@@ -35,9 +35,10 @@ _END_S = 5.0
 def enter(orphaned_s: float = _END_S) -> None:
     """Continue as the child of a guard, in a new session; the guard keeps this process's id.
 
-    The guard exits with the child's status, after everything that the child has started. On SIGTERM, it kills
-    all of them. If its own parent dies, it first gives them ``orphaned_s`` seconds to exit on their own.
-    Does nothing on systems other than Linux. The process must not have threads.
+    The guard exits with the child's status, once everything that the child started has exited. On
+    SIGTERM, it kills these processes. If its own parent dies, it first gives them ``orphaned_s``
+    seconds to exit on their own. Does nothing on systems other than Linux. The process must not
+    have threads.
     """
     if sys.platform != "linux":
         return
@@ -77,7 +78,7 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def _guard(child: int, orphaned_s: float) -> int:
-    """Wait until the child exits or must be killed; return its status once no descendant is left."""
+    """Wait until the child exits or must be killed, and end its descendants; return its status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A reader notices the child's exit by its closed pipes, so the guard must not keep them open.
     for descriptor in os.listdir("/proc/self/fd"):
@@ -88,7 +89,7 @@ def _guard(child: int, orphaned_s: float) -> int:
     while child not in statuses and number == signal.SIGCHLD:
         number = signal.Signals(signal.sigwait(_NOTICED))
         _reap(statuses)
-    # When its parent dies, a rank exits by itself, and removes its folder first.
+    # When its parent dies, a rank removes its folder and exits on its own.
     grace_s = {signal.SIGCHLD: GRACE_S, signal.SIGHUP: orphaned_s, signal.SIGTERM: 0.0}[number]
     until_s = time.monotonic() + grace_s
     while _reap(statuses) and (left_s := until_s - time.monotonic()) > 0:
@@ -101,7 +102,7 @@ def _guard(child: int, orphaned_s: float) -> int:
 
 
 def _reap(statuses: dict[int, int]) -> bool:
-    """Store the statuses of children that have exited; return whether there are others."""
+    """Store the statuses of children that have exited; return whether any others are left."""
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             statuses[ended[0]] = ended[1]
@@ -111,7 +112,7 @@ def _reap(statuses: dict[int, int]) -> bool:
 
 
 def _end_as(status: int) -> NoReturn:
-    """Exit in the same way as another process, given its status from ``os.waitpid``."""
+    """Exit in the same way as another process, whose status from ``os.waitpid`` is ``status``."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,4 +1,4 @@
-"""Explains why ranks hang, from where each of them is."""
+"""Explains why ranks hang, based on where each of them is."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -21,12 +21,12 @@ def explain(states: Sequence[RankState | None], name_file: Callable[[str], str])
 
 
 def is_deadlock(states: Sequence[RankState | None], within_s: float = float("inf")) -> bool:
-    """Whether no rank can ever continue: each waits for one that has returned, is stopped, or waits.
+    """Whether no rank can ever continue: each waits for one that returned, is stopped, or waits.
 
-    Considers collectives, for which the flight recorder knows who has arrived, blocking ``send`` and
-    ``recv``, and ``new_group``. The answer is certain if no rank made progress while the states were
-    collected. A rank whose collective times out within ``within_s`` seconds isn't part of a deadlock: it
-    will raise its own error.
+    It considers collectives, for which the flight recorder knows who has arrived, blocking ``send``
+    and ``recv``, and ``new_group``. The answer is certain if no rank made progress while the states
+    were collected. A rank whose collective times out within ``within_s`` seconds isn't part of a
+    deadlock: it will raise its own error.
     """
     if any(s and _times_out_in_s(s) < within_s for s in states):
         return False
@@ -44,7 +44,7 @@ def is_deadlock(states: Sequence[RankState | None], within_s: float = float("inf
 def _cannot_go_on(states: Sequence[RankState | None], rank: int, others: set[int]) -> bool:
     """Whether a rank waits for something that one of ``others`` hasn't started.
 
-    For a collective, also if one of ``others`` is a stopped member, or if the calls don't match.
+    For a collective, also true if one of ``others`` is a stopped member, or the calls don't match.
     """
     state = states[rank]
     assert state is not None
@@ -61,7 +61,7 @@ def _cannot_go_on(states: Sequence[RankState | None], rank: int, others: set[int
 
 
 def _missing_peer(states: Sequence[RankState | None], rank: int) -> set[int]:
-    """Return the peer of the message that a rank waits for, if it has started fewer of them."""
+    """Return the peer of a rank's awaited message, if the peer has started fewer such messages."""
     state = states[rank]
     assert state is not None and state.message is not None
     message = state.message
@@ -79,7 +79,7 @@ def _missing_peer(states: Sequence[RankState | None], rank: int) -> set[int]:
 
 
 def _missing_in_new_group(states: Sequence[RankState | None], state: RankState) -> set[int]:
-    """Return the ranks of a new group that haven't called new_group as often, or are stopped."""
+    """Return the ranks of a new group that called new_group less often, or are stopped."""
     return {
         rank
         for rank in state.new_group
@@ -103,7 +103,7 @@ def at(call_site: CallSite | None, name_file: Callable[[str], str]) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """ "rank 1", or "ranks 0, 2 and 3"."""
+    """Format ranks as "rank 1" or "ranks 0, 2 and 3"."""
     numbers = [str(rank) for rank in sorted(ranks)]
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
@@ -111,7 +111,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def _times_out_in_s(state: RankState) -> float:
-    """Return the seconds after which a rank's wait times out, from its start."""
+    """Return the seconds from the start of a rank's wait to its timeout."""
     if not (state.message or state.unfinished):
         return float("inf")
     if state.call_site and re.search(r"\.wait\([^)]", state.call_site.text):
@@ -122,7 +122,7 @@ def _times_out_in_s(state: RankState) -> float:
 
 def _describe(state: RankState | None, name_file: Callable[[str], str]) -> str:
     if state is None:
-        return "did not answer: it is stopped, or in C code that holds Python's lock"
+        return "did not answer: it is stopped, or in C code that holds the GIL"
     if state.stage == STOPPED:
         return "is stopped, for example by SIGSTOP"
     if state.stage == "is starting":
@@ -142,8 +142,8 @@ def _describe(state: RankState | None, name_file: Callable[[str], str]) -> str:
         text = f"waits in {state.call or 'wait()'}, {here}"
     elsewhere = [c for c in state.unfinished[:1] if c.call_site != state.call_site]
     for collective in elsewhere:
-        begun = at(collective.call_site, name_file)
-        text += f"; unfinished: the {collective.name} begun at {begun}"
+        started = at(collective.call_site, name_file)
+        text += f"; unfinished: the {collective.name} started at {started}"
     return text
 
 
@@ -155,16 +155,17 @@ def _explain_collectives(states: Sequence[RankState | None]) -> list[str]:
         records, missing = _records(states, record), _missing(states, record)
         if _is_mismatch(records.values()):
             continue
-        absent = f"{ranks_text(missing)} never came" if missing else "no rank is missing"
+        absent = f"{ranks_text(missing)} never arrived" if missing else "no rank is missing"
         if silent:
             absent += f"; nothing is known about {ranks_text(silent)}"
-        lines.append(f"{record.name}, {_which(record)}: {ranks_text(records)} came, {absent}.")
+        lines.append(f"{record.name}, {_which(record)}: {ranks_text(records)} arrived, {absent}.")
     for state in states:
         if state and state.new_group and (absentees := _missing_in_new_group(states, state)):
-            came = [r for r, s in enumerate(states) if s and s.new_group == state.new_group]
+            here = [r for r, s in enumerate(states) if s and s.new_group == state.new_group]
             line = (
-                f"new_group({state.new_group}): {ranks_text(came)} came, {ranks_text(absentees)} "
-                "never came; every rank must call it, whether or not it is a member."
+                f"new_group({state.new_group}): {ranks_text(here)} arrived, "
+                f"{ranks_text(absentees)} never arrived; every rank must call it, whether or not "
+                "it is a member."
             )
             lines.extend([] if line in lines else [line])
     if not any(s is None or s.waits or s.stage in ("is starting", STOPPED) for s in states):
@@ -173,7 +174,7 @@ def _explain_collectives(states: Sequence[RankState | None]) -> list[str]:
 
 
 def mismatches(states: Sequence[RankState | None]) -> list[str]:
-    """Describe mismatches in unfinished collectives: different names or sizes on different ranks."""
+    """Describe mismatches in unfinished collectives: names or inputs that differ among ranks."""
     lines = []
     for record in _oldest(states):
         records = _records(states, record)
@@ -181,13 +182,13 @@ def mismatches(states: Sequence[RankState | None]) -> list[str]:
             continue
         if len({each.name for each in records.values()}) > 1:
             what = f"Mismatch at {_which(record)}: "
-            brings = [f"rank {r} calls {each.name}" for r, each in sorted(records.items())]
+            sides = [f"rank {r} calls {each.name}" for r, each in sorted(records.items())]
         else:
             what = f"Mismatch in {record.name}, {_which(record)}: "
-            brings = [f"rank {r} brings {each.tensors}" for r, each in sorted(records.items())]
+            sides = [f"rank {r} passes {each.tensors}" for r, each in sorted(records.items())]
         missing = _missing(states, record)
-        absent = f"{ranks_text(missing)} never came" if missing else "no rank is missing"
-        lines.append(f"{what}{'; '.join(brings)}; {absent}.")
+        absent = f"{ranks_text(missing)} never arrived" if missing else "no rank is missing"
+        lines.append(f"{what}{'; '.join(sides)}; {absent}.")
     return lines
 
 
@@ -223,7 +224,7 @@ def _is_mismatch(records: Collection[CollectiveRecord]) -> bool:
 
 
 def _missing(states: Sequence[RankState | None], wanted: CollectiveRecord) -> list[int]:
-    """Return the members of the group that haven't started the collective, except stopped ones."""
+    """Return the members of the group that haven't started the collective, except stopped ranks."""
     return [
         rank
         for rank in sorted(_members(states, wanted))

@@ -1,4 +1,4 @@
-"""Run a function defined in a notebook cell on several processes that form a process group.
+"""Runs a function defined in a notebook cell in multiple processes that form a process group.
 
 def hello(rank, world_size):
     print("hello from rank", rank)
@@ -32,19 +32,19 @@ from vgpu.launch.processes import RankProcess, RankProcesses
 from vgpu.launch.rank import Job, dumps_call, inside_rank, result_path
 
 RANKS_PER_CORE = 16
-"""The limit: with more processes per core, they mostly wait for each other and fill up memory."""
+"""The limit on ranks per core; more would mostly wait for each other and fill up memory."""
 
 START_LIMIT_S = 180.0
-"""Limit for all ranks to join the process group; a kernel's first run imports torch for them."""
+"""Time limit for all ranks to join the process group; a kernel's first run also imports torch."""
 
 FIRST_LOOK_S = 0.5
 """The time until the ranks are first checked for a deadlock; the time between checks doubles."""
 
 RELEASE_LIMIT_S = 10.0
-"""Limit for the ranks' processes to exit once every function has returned."""
+"""Time limit for the ranks' processes to exit once every function has returned."""
 
 SHORT_LIMIT_S = 300.0
-"""A group whose timeout is shorter than this, and than the run's, raises its own error."""
+"""A group whose timeout is shorter than both this and the run's raises its own error."""
 
 
 def run(
@@ -56,27 +56,27 @@ def run(
     gpu: str | vgpu.GPUSpec | None = None,
     memory_bytes: int | None = None,
 ) -> list[Any]:
-    """Call ``function(rank, world_size, *args)`` on ``nprocs`` processes; return their results.
+    """Call ``function(rank, world_size, *args)`` in ``nprocs`` processes; return the results.
 
-    Results are in order of rank. The function may be defined in a cell, as may anything it refers
-    to; it's pickled by value, as are its arguments and results. On every rank, the default process
-    group is ready (gloo on CPUs; gloo and NCCL if each rank has its own GPU), the environment
-    variables that torchrun sets are set, and the number of threads is the rank's share of the
-    machine's cores.
+    Results are in rank order. The function, and anything it refers to, may be defined in a cell;
+    it's pickled by value, as are its arguments and results. On every rank, the default process
+    group is ready (gloo on CPUs; gloo and NCCL if each rank has its own GPU), torchrun's
+    environment variables are set, and the number of threads is the rank's share of the machine's
+    cores.
 
     With ``gpu``, a preset or a GPUSpec, each rank has a GPU: a real one if the machine has enough
-    of them and VGPU_DEVICES is not "vgpu", otherwise a virtual one of that model, whose memory size
-    ``memory_bytes`` overrides. The GPU is the rank's current device,
+    of them and VGPU_DEVICES is not "vgpu", otherwise a virtual one of that model; ``memory_bytes``
+    overrides its memory size. The GPU is the rank's current device,
     ``torch.device(torch.accelerator.current_accelerator().type, rank)``; collectives run over NCCL
     or, for virtual GPUs, over gloo.
 
-    ``output="live"`` shows what the ranks print as they print it, in order of time; ``"by rank"``
-    shows it at the end, one rank after another. ``timeout_s`` limits the whole run; None means no
-    limit.
+    With ``output="live"``, what the ranks print is shown as they print it, in chronological order;
+    with ``"by rank"``, it's shown at the end, one rank after another. ``timeout_s`` limits the run,
+    not counting the start of the ranks; None means no limit.
 
-    Raises RankRaised, RankDied or RanksHung (all of them LaunchError) if a rank doesn't return, and
-    TypeError or ValueError for arguments that can't work. No process outlives the call, except, on
-    systems other than Linux, one that a rank started in a separate session.
+    Raises RankRaised, RankDied or RanksHung (each a LaunchError) if a rank doesn't return, and
+    TypeError or ValueError for invalid arguments. No process outlives the call, except, on systems
+    other than Linux, one that a rank started in a separate session.
     """
     __tracebackhide__ = True
     _check(function, nprocs, args, timeout_s, output)
@@ -103,7 +103,7 @@ def run(
 def _follow(
     processes: RankProcesses, limit_s: float | None, arrived: Callable[[RankProcess], bool]
 ) -> None:
-    """Listen until every rank has arrived; raise a rank's failure, or RanksHung if the time is up."""
+    """Listen until every rank has arrived; raise a rank's failure, or RanksHung if time is up."""
     began_s = time.monotonic()
     deadline_s = float("inf") if limit_s is None else began_s + limit_s
     look_s = began_s + FIRST_LOOK_S
@@ -115,7 +115,7 @@ def _follow(
         if now_s < min(deadline_s, look_s):
             continue
         states = processes.ask_states(time_s=2)
-        _raise_failure(processes)  # of a rank that failed before it could answer
+        _raise_failure(processes)  # from a rank that failed before it could answer
         before, progress = progress, hangs.progress(states)
         patience_s = min(deadline_s - now_s, SHORT_LIMIT_S)
         certain = progress == before and hangs.is_deadlock(states, patience_s)
@@ -148,7 +148,7 @@ def _result(rank: int, scratch: Path) -> Any:
             return pickle.load(file)
     except Exception as error:
         raise LaunchError(
-            f"the result of rank {rank} was sent, but can't be rebuilt here "
+            f"the result of rank {rank} was sent, but can't be unpickled here "
             f"({type(error).__name__}: {str(error).rstrip('.')}). {failures.RETURN_WHAT}"
         ) from error
 
@@ -188,7 +188,7 @@ def _check(
         name = getattr(function, "__name__", repr(function))
         call = ", ".join(["rank", "world_size", *(f"argument {i + 1}" for i in range(len(args)))])
         raise TypeError(
-            f"launch.run calls {name}({call}), and {name}{parameters} can't be called like that: "
+            f"launch.run calls {name}({call}), and {name}{parameters} can't be called that way: "
             f"{error}."
         ) from None
 
@@ -196,11 +196,11 @@ def _check(
 def _virtual_gpus(
     nprocs: int, gpu: str | vgpu.GPUSpec | None, memory_bytes: int | None
 ) -> tuple[vgpu.GPUSpec, int] | None:
-    """Return the model and memory of each rank's virtual GPU; None if ranks have none."""
+    """Return the model and memory size of each rank's virtual GPU; None if ranks have none."""
     if gpu is None:
         if memory_bytes is not None:
             raise ValueError(
-                "memory_bytes is the memory of each rank's virtual GPU: also name its model, as in "
+                "memory_bytes is the memory size of each rank's virtual GPU: also pass gpu, as in "
                 'launch.run(train, 4, gpu="V100", memory_bytes=2**30).'
             )
         return None
@@ -208,8 +208,7 @@ def _virtual_gpus(
     capacity_bytes = spec.memory_bytes if memory_bytes is None else memory_bytes
     if not isinstance(capacity_bytes, int) or capacity_bytes <= 0:
         raise ValueError(
-            "memory_bytes must be a positive whole number, such as 16 * 2**30; "
-            f"found {memory_bytes!r}."
+            f"memory_bytes must be a positive integer, such as 16 * 2**30; found {memory_bytes!r}."
         )
     real = real_gpus_for(nprocs) and os.environ.get("VGPU_DEVICES") != "vgpu"
     return None if real else (spec, capacity_bytes)
@@ -221,7 +220,7 @@ def _jobs(
     threads = threads_per_rank(world_size)
     kind = "vgpu" if gpus else "cuda" if real_gpus_for(world_size) else "cpu"
     shared = {
-        # A figure drawn in a rank is shown by the notebook, not by the rank.
+        # A figure drawn by a rank is shown by the notebook, not by the rank.
         "MPLBACKEND": "agg",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),  # for the user's code; the launcher uses a file
@@ -257,7 +256,7 @@ def _jobs(
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use; a scheduler or container can limit it."""
+    """Return the number of cores that this process may use; schedulers and containers limit it."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -274,7 +273,7 @@ def real_gpus_for(ranks: int) -> bool:
 
 
 def backend(device_type: str) -> str:
-    """Return the backend for ``init_process_group`` of ranks with tensors on that type of device."""
+    """Return the backend for ``init_process_group`` if ranks use that type of device."""
     return {"cuda": "cpu:gloo,cuda:nccl", "vgpu": "cpu:gloo,vgpu:vccl"}.get(device_type, "gloo")
 
 
@@ -289,11 +288,11 @@ def loopback() -> str | None:
 
 
 def free_port() -> int:
-    """Return a rendezvous port for ranks that is free now and isn't assigned automatically.
+    """Return a rendezvous port for ranks that's free now and won't be assigned automatically.
 
     A program that asks for any free port gets one above 32767 on Linux and above 49151 elsewhere,
-    so one of those might be taken before the ranks have started. Raises OSError if none of 100
-    ports is free.
+    so a port in that range might be taken before the ranks have started. Raises OSError if none of
+    100 ports is free.
     """
     ports = random.SystemRandom().sample(
         range(20_000, 30_000), 100

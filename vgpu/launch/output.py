@@ -1,8 +1,9 @@
-"""The ranks' output, which the ranks time-stamp and the parent merges in order of time.
+"""The ranks' output, which the ranks timestamp and the parent merges chronologically.
 
-Each rank writes to its own pipe. Reading several pipes loses the order in which things were printed, so the
-output of ranks that print in turn, with a barrier in between, would be shuffled. Therefore every piece of
-text has the time at which it was written; all processes of a machine share one monotonic clock.
+Each rank writes to its own pipe. Reading multiple pipes loses the order in which things were
+printed, so the output of ranks that print in turn, with barriers in between, would be shuffled.
+Therefore, every piece of text carries the time at which it was written; all processes on a machine
+share one monotonic clock.
 """
 
 import codecs
@@ -19,7 +20,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 MAX_OUTPUT_CHARACTERS = 1_000_000
-"""How much each rank can print in one run; the rest is dropped, to keep the notebook usable."""
+"""How much each rank can print in one run; the rest is dropped to keep the notebook usable."""
 
 _MARK = re.compile(rb"\0(\d+)([oe])\0")
 _LONGEST_MARK = 32
@@ -27,7 +28,7 @@ _STREAMS = {b"o": "stdout", b"e": "stderr"}
 
 
 class _StampedWriter(io.RawIOBase):
-    """A raw stream that prefixes everything with the time and the name of the stream."""
+    """A raw stream that prefixes everything with the time and the stream's name."""
 
     def __init__(self, send: Callable[[bytes], None], stream: bytes) -> None:
         self._send = send
@@ -111,7 +112,8 @@ class _Reader:
         """Return the incomplete lines at the end."""
         rests = [self._text(rest + "\n", stream) for stream, rest in self.partial.items() if rest]
         if self.dropped_characters:
-            note = f"[...] {self.dropped_characters:,} more characters of this rank are not shown\n"
+            dropped = self.dropped_characters
+            note = f"[...] {dropped:,} more characters from this rank are not shown\n"
             rests.append(self._text(note, "stderr"))
         return rests
 
@@ -137,7 +139,7 @@ class _Reader:
 
 
 class RankOutput:
-    """In the parent, prints the output of all ranks, live in order of time, or at the end by rank."""
+    """In the parent, prints the output of all ranks, live or, at the end, by rank."""
 
     def __init__(self, world_size: int, *, by_rank: bool) -> None:
         self._readers = [_Reader(rank) for rank in range(world_size)]

@@ -1,4 +1,4 @@
-"""Starts the processes of one run, listens to them, and ends them whatever happens."""
+"""Starts the processes of one run, listens to them, and ends them no matter what happens."""
 
 import os
 import shutil
@@ -42,7 +42,7 @@ class RankProcess:
     ended_ns: int | None = None
     """When its process was found to have exited."""
     exit_code: int | None = None
-    """The exit code as in multiprocessing: negative if a signal ended the process."""
+    """The exit code, as in multiprocessing: negative if a signal ended the process."""
 
     @property
     def died(self) -> bool:
@@ -69,7 +69,8 @@ class RankProcesses:
 
     def __init__(self, jobs: list[Job], call: bytes, output: RankOutput) -> None:
         self.ranks: list[RankProcess] = []
-        # The ranks know this name before the folder exists, and delete it if this process is killed.
+        # The ranks know this name before the folder exists, and delete it if this process is
+        # killed.
         self.scratch = Path(tempfile.gettempdir(), f"launch-{os.getpid()}-{uuid.uuid4().hex}")
         self._jobs = jobs
         self._call = call
@@ -135,7 +136,7 @@ class RankProcesses:
         return [rank.state for rank in self.ranks]
 
     def release(self, time_s: float) -> None:
-        """Let ranks that have sent their results exit, and wait for them for at most ``time_s``."""
+        """Let ranks that have sent their results exit, and wait at most ``time_s`` for that."""
         for rank in self.ranks:
             rank.send("release")
         until_s = time.monotonic() + time_s
@@ -143,7 +144,8 @@ class RankProcesses:
             if time.monotonic() >= until_s:
                 warnings.warn(
                     f"{time_s:g} s after every rank's function had returned, {ranks_text(alive)} "
-                    "still ran something else, such as a thread; they were stopped.",
+                    "had not exited: something else, such as a thread, was still running and was "
+                    "stopped.",
                     stacklevel=3,
                 )
                 break

@@ -68,7 +68,7 @@ class Job:
     backend: str
     threads: int
     gpus: tuple[vgpu.GPUSpec, int] | None
-    """The model and memory of each rank's virtual GPU; None if ranks have none."""
+    """The model and memory size of each rank's virtual GPU; None if ranks have none."""
     connect_nccl: bool
     """Whether NCCL connects the ranks' GPUs before the function begins."""
     environment: dict[str, str]
@@ -81,7 +81,7 @@ class Joined:
     """The rank has joined its process group; the function starts."""
 
     pid: int
-    """The rank's own process id; the parent may know only that of the guard above it."""
+    """The rank's own process id; the parent may only know the guard's."""
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Failure:
 
     stamp_ns: int
     kind: str
-    """"raised", "exited" (SystemExit), "unsendable" (its result), or "unreadable" (the function)."""
+    """"raised", "exited" (SystemExit), "unsendable" (its result) or "unreadable" (the function)."""
     summary: str
     """The last line of a traceback: type and message."""
     traceback: str
@@ -104,20 +104,20 @@ class Failure:
 
 
 def function_path(scratch: Path) -> Path:
-    """Where the parent writes the cloudpickle of (function, arguments)."""
+    """Return the file to which the parent pickles (function, arguments)."""
     return scratch / "function.pkl"
 
 
 def result_path(scratch: Path, rank: int) -> Path:
-    """Where a rank writes the cloudpickle of what the function returned.
+    """Return the file to which a rank pickles what the function returned.
 
-    For large tensors, a file is about three times as fast as the pipe, and holds them only once.
+    For large tensors, a file is about three times as fast as the pipe, and needs only one copy.
     """
     return scratch / f"result-{rank}.pkl"
 
 
 def crash_path(scratch: Path, rank: int) -> Path:
-    """Where faulthandler writes when the process crashes."""
+    """Return the file to which faulthandler writes when the process crashes."""
     return scratch / f"crash-{rank}.txt"
 
 
@@ -148,7 +148,7 @@ class _Rank:
         return pickle.loads(message)
 
     def serve(self) -> None:
-        """Answer the parent as long as it lives."""
+        """Answer the parent for as long as it lives."""
         while True:
             message = self.receive()
             if message == "state":
@@ -199,14 +199,15 @@ def inside_rank() -> bool:
 
 
 def main(control: Connection, output: Connection, scratch: Path) -> None:
-    """The entry point of a rank's process.
+    """Run a rank; this is the entry point of its process.
 
-    ``scratch`` is this run's own folder, which the parent creates once its ranks are there.
+    ``scratch`` is this run's own folder, which the parent creates once its ranks have started.
     """
     global _rank
     if hasattr(os, "setsid"):
         # The rank gets a process group of its own: the Stop button's signal goes to the kernel's
-        # group, for the parent to handle, and whatever the rank starts can be ended together with it.
+        # group, for the parent to handle, and whatever the rank starts can be ended together with
+        # it.
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     guard.enter()
@@ -292,7 +293,7 @@ def _join_group(job: Job, scratch: Path) -> None:
         # Let the parent's limit expire first: the parent knows more about a hang than the group.
         timeout=timedelta(days=1),
     )
-    # A function might leave the group at once, closing connections that others are still making.
+    # A function might leave the group at once, closing connections that others are still opening.
     store.set(f"joined/{job.rank}", "")
     store.wait([f"joined/{rank}" for rank in range(job.world_size)])
     if job.connect_nccl:
@@ -343,7 +344,7 @@ class _Pickler(cloudpickle.Pickler):
             return _code_in_its_file, (make, parts, obj.co_filename)
         own_class = isinstance(obj, ModuleType) and type(obj) is not ModuleType
         if own_class and sys.modules.get(name := obj.__name__) is obj:
-            # An example is torch.ops, which cloudpickle would send as an instance of its class.
+            # For example, cloudpickle would send torch.ops as an instance of its class.
             return importlib.import_module, (name,)
         device = obj
         if isinstance(obj, torch.Tensor) or type(obj).__module__.startswith("vgpu."):
@@ -353,8 +354,8 @@ class _Pickler(cloudpickle.Pickler):
             what = f"the device {device}" if obj is device else f"a {kind} on {device}"
             raise TypeError(
                 f"{what} cannot leave its process: each process has its own virtual GPUs, "
-                "or none. Send CPU tensors (tensor.cpu(), module.cpu()), and choose the device "
-                "where they arrive"
+                "or none. Send CPU tensors (tensor.cpu(), module.cpu()), and move them to a device "
+                "in the receiving process"
             )
         return super().reducer_override(obj)
 
@@ -362,7 +363,7 @@ class _Pickler(cloudpickle.Pickler):
 def dump(value: Any, file: IO[bytes]) -> None:
     """Write a value with cloudpickle; whatever is defined in a cell is pickled by value.
 
-    Raises the exceptions of pickling, and TypeError for anything on a virtual GPU.
+    Raises any exception from pickling, and TypeError for anything on a virtual GPU.
     """
     _Pickler(file).dump(value)
 
@@ -375,7 +376,7 @@ def dumps(value: Any) -> bytes:
 
 
 def dumps_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Return (function, args) as ``dump`` writes it; raises TypeError naming what can't be pickled."""
+    """Return (function, args) as ``dump`` writes it, or raise a TypeError naming the culprit."""
     try:
         return dumps((function, args))
     except Exception as error:

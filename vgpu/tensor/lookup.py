@@ -9,6 +9,8 @@ A call with a new signature is run once on meta tensors: torch's meta kernels de
 strides and dtype of a result without computing it.
 """
 
+import gc
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -237,7 +239,10 @@ def _run_on_meta(info: OperatorInfo, args: Args, kwargs: Kwargs) -> Result:
     if info.makes_on_device:
         kwargs["device"] = torch.device("meta")
     # An operator without results only changes values, and torch may have no meta kernel for it.
+    had_compiler = "torch._dynamo" in sys.modules
     result: Any = func(*args, **kwargs) if func._schema.returns else None
+    if not had_compiler and "torch._dynamo" in sys.modules:
+        gc.collect()  # exceptions during that import hold frames of this call, and their tensors
     refuse_mixed_norm(func, args, kwargs)
     if func.name() == "aten::log_sigmoid_forward":
         result = result[0], result[0].new_empty(0)  # as on CUDA (cuda_kernels.py)

@@ -1,49 +1,53 @@
-"""Passes over the steps of a program that model ``torch.compile``.
+"""Passes over a program's steps that model ``torch.compile``.
 
 Fusion. An elementwise operation or a reduction is deferred until something else needs its result (a
-matmul, a collective, another stream, or the host), or until its own stream waits for another, since
-compiled code ends there. Then one kernel reads the inputs of the chain and writes its result.
-Anything else that needs an intermediate result recomputes it from the same inputs, as torch.compile's
-partitioner does between forward and backward pass; an intermediate result that's never needed outside
-its chain is never written. The limit on a chain's length is TorchInductor's
-(torch/_inductor/config.py, ``realize_acc_reads_threshold``). Operations on complex numbers aren't part of
-any chain: TorchInductor has no code for them (``unsupported_input_tensor`` in torch/_inductor/lowering.py).
+matmul, a collective, another stream, or the host), or until its own stream waits for another, which
+ends compiled code. Then one kernel reads the inputs of the chain of operations and writes its
+result. Anything else that needs an intermediate result recomputes it from the same inputs, as
+torch.compile's partitioner does between the forward and backward passes; an intermediate result
+that's never needed outside its chain is never written. The limit on a chain's length is
+TorchInductor's (``realize_acc_reads_threshold`` in torch/_inductor/config.py). Operations on
+complex tensors are never part of a chain: TorchInductor generates no code for them
+(``unsupported_input_tensor`` in torch/_inductor/lowering.py).
 
-This pass leaves out the memory that a compiled program saves, templates that fuse into matmuls, CUDA
-graphs, and kernels that are faster or slower than the ones they replace.
+Fusion doesn't model the memory that a compiled program saves, templates that fuse elementwise
+operations into matmuls, CUDA graphs, or generated kernels that are faster or slower than those they
+replace.
 
-Asynchronous tensor parallelism. A matmul is split into pieces, which run concurrently with the pieces
-of its collective. The pass is modeled on torch.compile's (torch/_inductor/fx_passes/micro_pipeline_tp.py;
-``_pipelined_multi_all_gather_and_consume`` and ``_pipelined_produce_and_all2all`` in
-torch/distributed/_symmetric_memory). It matches two patterns, each among n GPUs of one host:
+Asynchronous tensor parallelism. A matmul is split into pieces, which run concurrently with the
+pieces of its collective. The pass is modeled on torch.compile's
+(torch/_inductor/fx_passes/micro_pipeline_tp.py; ``_pipelined_multi_all_gather_and_consume`` and
+``_pipelined_produce_and_all2all`` in torch/distributed/_symmetric_memory). It matches two patterns,
+each among n GPUs of one host:
 
-- An all-gather whose result is the left factor of matmuls. Each GPU multiplies its own piece while it
-  receives the next one from a neighbor. All matmuls that read the gather share its pieces.
-- A matmul whose result only a reduce-scatter reads. While a piece is sent, the next one is computed; at
-  the end, a kernel sums the received pieces.
+- An all-gather whose result is the left operand of matmuls. Each GPU multiplies the piece that it
+  has while it receives the next one from a neighbor. All matmuls that read the gathered tensor
+  share its pieces.
+- A matmul whose result is read only by a reduce-scatter. While one piece is being sent, the next
+  one is computed; at the end, a kernel sums the received pieces.
 
-If sending a piece takes c and multiplying it takes p, that's (n - 1) · max(c, p) + p instead of
-(n - 1) · c + n · p. A copy that reorders what was gathered, or what will be scattered, is eliminated if
-nothing else reads it: the pieces already have that order. Other readers of a gather run after the
-matmuls.
+If sending a piece takes c and multiplying it takes p, the total is (n - 1) · max(c, p) + p instead
+of (n - 1) · c + n · p. A copy that reorders a gathered tensor, or one that's about to be scattered,
+is eliminated if nothing else reads it: the pieces already have that order. Other readers of a
+gathered tensor run after the matmuls.
 
-The cost of a piece's matmul is CostModel's for that number of rows. Copy engines send the pieces, at
-the rate of the group's ring, and occupy no multiprocessors.
+CostModel predicts the time of a piece's matmul from its number of rows. Copy engines send the
+pieces at the rate of the group's ring, and occupy no multiprocessors.
 
-torch's own pass was compared on a block of vgpu.plan.transformer, compiled for eight ranks with
-either kind of recomputation (torch 2.15). It finds the same pairs as this pass, also skips the
-reduce-scatters of inputs' gradients, whose matmuls are added first, and also copies what it gathered
-for the gradients of weights. In addition, it copies a matmul's result that's kept for the backward
-pass (0.4 of 75 ms per block of 8B on eight H100s), and a gradient's piece before it's gathered (0.1
-ms).
+torch's own pass was compared with this one on a block of vgpu.plan.transformer, compiled for eight
+ranks with either kind of recomputation (torch 2.15). It finds the same pairs. Like this pass, it
+skips the reduce-scatters of input gradients, because the results of multiple matmuls are added
+first, and it makes a copy of a gathered tensor that a weight gradient needs. Unlike this pass, it
+also copies a matmul's result that's kept for the backward pass (0.4 of the 75 ms per block of the
+8B model on eight H100s), and each piece of a gradient before it's gathered (0.1 ms).
 
-This pass leaves out those two copies; barriers, except that all ranks of a group send a piece at the
-same time (there are 15 in a matmul and its reduce-scatter); the memory bandwidth that a copy takes
-from a concurrent matmul; clocks that a power limit lowers while a GPU does both; two pieces' kernels
-side by side, which fill the end of each other's last wave; a right factor that's computed between a
-gather and its matmul, which keeps this pass from pairing them; that torchtitan compiles only
-blocks, not the last matmul; and memory, for the buffers as well as for the copies that are
-eliminated.
+This pass doesn't model those two copies; barriers (15 in a matmul and its reduce-scatter), except
+that all ranks of a group send a piece at the same time; the memory bandwidth that a copy takes from
+a concurrent matmul; lower clocks when a GPU at its power limit copies and computes at once; kernels
+of two pieces that run side by side and fill the end of each other's last wave; a right operand
+that's computed between a gather and its matmul, which keeps this pass from pairing the two; the
+fact that torchtitan compiles only the blocks, not the last matmul; and memory, both of the buffers
+and of the eliminated copies.
 """
 
 from collections.abc import Iterable, Sequence
@@ -77,7 +81,7 @@ class _Pass:
 
     def __init__(self) -> None:
         self.number_of: list[int] = []
-        """The numbers of events after the pass, by their numbers before it."""
+        """Each event's number after the pass, by its number before the pass."""
         self._made: list[ProgramStep] = []
         self._events = 0
 
@@ -97,16 +101,18 @@ class _Pass:
 # If a chain would have more inputs than this, its intermediate results are written to memory first.
 _MOST_READS = 8
 
-# Operations that only reorder their input; a copy may also change the dtype, as its size shows.
+# Operations that only reorder their input. A copy may also change the dtype; its size
+# shows whether it does.
 _MOVES = {"cat", "clone", "copy"}
 
-# The inputs of a chain: bytes and the event that wrote them, by that event (or by their block, if they
-# were written before the recording) and by their offset in a block.
+# The inputs of a chain. A key identifies an input by whether it was written before the recording,
+# by its block (if it was) or the event that wrote it (if not), and by its offset in the block. A
+# value holds the bytes to read and that event.
 _Reads = dict[tuple[bool, int, int], tuple[int, int | None]]
 
 
 class _Chain(NamedTuple):
-    """One deferred operation, fused with the deferred operations that it reads."""
+    """One deferred operation, fused with the deferred operations whose results it reads."""
 
     stream: int
     reads: _Reads
@@ -115,12 +121,13 @@ class _Chain(NamedTuple):
 
 
 class Fusion(_Pass):
-    """Fuses the steps of a program, which can be passed in several parts."""
+    """Fuses the steps of a program, which can be passed in multiple parts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._chains: dict[int, _Chain] = {}  # neither launched nor released
-        self._moved: dict[int, int] = {}  # for live results, the kernel's event by their own event
+        self._chains: dict[int, _Chain] = {}  # those neither launched nor released
+        # For live results that are only reordered inputs: the kernel's event, by the result's.
+        self._moved: dict[int, int] = {}
 
     def steps(self, steps: Iterable[ProgramStep]) -> list[ProgramStep]:
         """Return the program's next steps, with fused kernels in place of deferred operations."""
@@ -145,7 +152,7 @@ class Fusion(_Pass):
 
     @property
     def kept(self) -> frozenset[int]:
-        """``Program.kept``, which is final once all steps have been passed."""
+        """The value of ``Program.kept``, final once all steps have been passed."""
         return frozenset(self._moved.values())
 
     def _defer(self, step: Deferred) -> None:
@@ -160,7 +167,7 @@ class Fusion(_Pass):
         self.number_of.append(self._begin(RecordEvent(step.stream)))
 
     def _beginnings(self, reads: Iterable[Read]) -> _Reads:
-        """Return the inputs of a chain that reads ``reads``."""
+        """Return the inputs of the chain that ends with an operation that reads ``reads``."""
         beginnings: _Reads = {}
         for read in reads:
             writer = read.writer
@@ -179,7 +186,7 @@ class Fusion(_Pass):
                 self._launch([event], by)
 
     def _launch_all(self, step: GraphBreak) -> None:
-        """Launch one kernel per stream, which writes all live results."""
+        """Launch one kernel per stream, each of which writes the stream's live results."""
         by_stream: dict[int, list[int]] = {}
         for event, chain in self._chains.items():
             if step.stream is None or chain.stream == step.stream:
@@ -227,7 +234,7 @@ def in_pieces(program: Program) -> Sequence[ProgramStep]:
 
 
 class _Product(NamedTuple):
-    """A matmul and its factors."""
+    """A matmul and its operands."""
 
     kernel: Kernel
     factors: Factors
@@ -238,24 +245,24 @@ class _Product(NamedTuple):
         return self.kernel.work.product.written_bytes
 
     def piece(self, count: int) -> Kernel:
-        """Return the matmul of one of ``count`` equal parts of the rows."""
+        """Return the matmul for one of ``count`` equal parts of the rows."""
         work = self.kernel.work.of_rows(count, self.factors.right_bytes)
         return self.kernel._replace(work=work)
 
 
 class _Pair(NamedTuple):
-    """The matmuls that read an all-gather, or the one that a reduce-scatter reads."""
+    """The matmuls that read an all-gather's result, or the one whose result is reduce-scattered."""
 
     products: list[_Product]
-    is_read: bool = False  # whether something else reads what was gathered
+    is_read: bool = False  # whether anything else reads the gathered tensor
 
 
 class _Pairs:
-    """Which collectives of a program are paired with which matmuls; all by their events."""
+    """The matmuls that are paired with a program's collectives, all identified by their events."""
 
     def __init__(self, program: Program) -> None:
         self.of: dict[int, _Pair] = {}
-        self.gone: set[int] = set()  # matmuls, and copies that are no longer needed
+        self.gone: set[int] = set()  # paired matmuls, and copies that are no longer needed
         self._kept = program.kept
         self._steps = [step for step in program.steps if isinstance(step, EventStep)]
         self._readers: dict[int, list[int]] = {}
@@ -315,7 +322,7 @@ class _Pairs:
             reader, writers = source, step.operands.writers
 
     def _product(self, event: int, collective: GroupCollective) -> _Product | None:
-        """Return an event's matmul, if the collective's thread launched it on the collective's stream."""
+        """Return an event's matmul if the collective's thread issued it on the same stream."""
         step = self._steps[event]
         if not isinstance(step, Kernel) or step.operands.factors is None:
             return None
@@ -324,7 +331,7 @@ class _Pairs:
         return _Product(step, step.operands.factors)
 
     def _only_moves(self, event: int, size_bytes: int) -> bool:
-        """Whether a kernel only reorders that many bytes."""
+        """Whether a kernel does nothing but reorder ``size_bytes``."""
         step = self._steps[event]
         if not isinstance(step, Kernel) or not step.operands.moves:
             return False
@@ -363,8 +370,9 @@ class _InPieces(_Pass):
     def _gather(self, gather: GroupCollective, pair: _Pair) -> int:
         count, stream = len(gather.ranks), pair.products[0].kernel.stream
         piece_bytes = gather.size_bytes // count
+        # Each rank first copies its own piece to where the other ranks read it.
         own = Kernel("copy", gather.by, stream, Workload(0, 2 * piece_bytes))
-        self._made.append(WaitEvent(gather.stream, self._begin(own)))  # to where others read it
+        self._made.append(WaitEvent(gather.stream, self._begin(own)))
         for product in pair.products:
             for right in product.kernel.operands.writers[1:]:
                 self._made.append(WaitEvent(stream, self.number_of[right]))

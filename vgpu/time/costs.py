@@ -1,16 +1,16 @@
-"""How many seconds an operation, a copy or a collective takes, according to datasheets.
+"""The time that an operation, a copy or a collective takes, according to datasheets.
 
-An operation follows the roofline model (Williams, Waterman and Patterson, 2009): it takes the
-longer of FLOPs over FLOP/s and bytes over bytes/s, plus a fixed time to start. A matmul takes
+Operations follow the roofline model (Williams, Waterman and Patterson, 2009): the time is FLOPs
+over FLOP/s or bytes over bytes/s, whichever is longer, plus a fixed startup time. A matmul takes
 longer if its tiles don't fill the GPU, and must also write its result (hardware.py). torch's own
-``torch.utils.flop_counter`` counts the FLOPs; bytes are those of the tensors. No program reaches a
-datasheet's peak, so arithmetic, memory and links each reach only a share of theirs: see
+``torch.utils.flop_counter`` counts the FLOPs; the bytes are the sizes of the tensors. No program
+reaches a datasheet's peaks, so arithmetic, memory and links each reach only a share of them: see
 ``CostModel``.
 
-The model leaves out caches, the algorithm that a library picks, convolutions and elementwise
-operations that are too small to fill a GPU, operations that read their input twice (batch norm),
-float64 (counted as float32), clocks that throttle with heat or power, the memory bandwidth that
-NCCL's kernels take from concurrent ones, and neighbors on the same switch.
+Not modeled: caches, the algorithm that a library picks, convolutions and elementwise operations
+that are too small to fill a GPU, operations that read their input twice (batch norm), float64
+(counted as float32), clocks throttled by heat or power, the memory bandwidth that NCCL's kernels
+take from concurrent kernels, and traffic from neighbors on the same switch.
 """
 
 import functools
@@ -41,21 +41,23 @@ from vgpu.hardware import (
 from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments, tensors_in
 from vgpu.time.attention import KERNELS, Attention, attention_flop_per_s
 
-# An operation computes with the float32 units; with tensor cores, in the two 16-bit formats or the
-# 8-bit ones; or, for float32, with tensor cores if torch allows TF32, which may change at any time.
+# What an operation computes with: the float32 units, or tensor cores in a 16-bit or 8-bit format.
+# Float32 matmuls and convolutions use tensor cores if torch allows TF32, which may change at any
+# time.
 FLOAT32, FLOAT16, BFLOAT16, FLOAT8 = "float32", "float16", "bfloat16", "float8"
 PRODUCT, CONVOLUTION = "product", "convolution"
-TF32 = "tf32"  # certain to use TF32, if the GPU has it
+TF32 = "tf32"  # always uses TF32, if the GPU has it
 _TF32_SWITCH = {PRODUCT: "matmul", CONVOLUTION: "conv"}  # in torch.backends.cuda and .cudnn
 _float32_precision = torch._C._get_fp32_precision_getter
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Raise ValueError unless the value is a finite number of at least 0.
+    """Raise ValueError unless the value is a finite, non-negative number.
 
-    A NaN would make a simulator wait forever, and a negative time would end a step before it starts.
+    NaN would make a simulator wait forever, and a negative time would end a step before it starts.
     """
-    _check(name, value, "seconds, finite and not negative", lambda time_s: 0 <= time_s < math.inf)
+    wanted = "a finite, non-negative number of seconds"
+    _check(name, value, wanted, lambda time_s: 0 <= time_s < math.inf)
 
 
 def _check(name: str, value: Any, wanted: str, holds: Callable[[Any], bool]) -> None:
@@ -64,10 +66,10 @@ def _check(name: str, value: Any, wanted: str, holds: Callable[[Any], bool]) -> 
 
 
 class Workload(NamedTuple):
-    """What one call of an operation computes and moves, whatever the GPU."""
+    """What one call of an operation computes and moves, regardless of the GPU."""
 
     flop: int
-    size_bytes: int  # read and written
+    size_bytes: int  # the bytes read and written
     arithmetic: str = FLOAT32
     product: Product | None = None  # the sizes of a matmul
     attention: Attention | None = None  # for fused attention
@@ -85,15 +87,15 @@ class Workload(NamedTuple):
         return switch is not None and _float32_precision("cuda", switch) == "tf32"
 
     def with_current_tf32(self) -> "Workload":
-        """Return the same workload, fixed to torch's current settings in case they change later."""
+        """Return this workload with torch's current TF32 setting, which may change later."""
         if self.arithmetic not in _TF32_SWITCH:
             return self
         return self._replace(arithmetic=TF32 if self.allows_tf32 else FLOAT32)
 
     def of_rows(self, parts: int, right_bytes: int) -> "Workload":
-        """Return the workload of one of ``parts`` equal parts of a matmul's rows.
+        """Return the workload for one of ``parts`` equal parts of a matmul's rows.
 
-        ``right_bytes`` is the size of the right factor, which each part reads.
+        ``right_bytes`` is the size of the right operand, which each part reads.
         """
         size_bytes = (self.size_bytes - right_bytes) // parts + right_bytes
         product = self.product and self.product._replace(
@@ -113,42 +115,41 @@ _COUNTS = {
 
 @dataclass(frozen=True)
 class CostModel:
-    """How long things take on one GPU model.
+    """How long operations, copies and collectives take on one GPU model.
 
-    Four shares say what fraction of a datasheet's peak is reached. None is measured here: they're
-    assumed, except where a lesson fits one to a published time and says so.
+    Four shares are the fractions of the datasheet's peaks that are reached. They aren't measured
+    here but assumed, except where a lesson says that it fits one to a published time.
 
     - ``arithmetic_share`` is the share of the rate that hardware.py derives from the peak and the
       sizes. The best bfloat16 matmuls reach 0.87 (A100) and 0.80 (H100) of the peak
       (stas00/ml-engineering); convolutions in real networks reach less. 0.5 is assumed.
-    - ``memory_share`` is that of the memory bandwidth. Kernels that only read and write reach 0.7
-      to 0.9, depending on the GPU (BabelStream; Deakin et al., 2018); 0.8 is assumed.
-    - ``link_share``: 0.8 is assumed for every link. p2pBandwidthLatencyTest reaches about 0.8 over
-      PCIe and 0.96 over a V100's NVLink (Dell, 2018); NCCL's collectives on eight H100s reach 0.56
-      to 0.97 (Ultra-Scale Playbook, 2025).
-    - ``network_share``, for the adapters between hosts, is assumed to be 0.8, too.
+    - ``memory_share`` is the share of the memory bandwidth. Kernels that only read and write reach
+      0.7 to 0.9, depending on the GPU (BabelStream; Deakin et al., 2018). 0.8 is assumed.
+    - ``link_share`` is the share of a link's bandwidth. p2pBandwidthLatencyTest reaches about 0.8
+      over PCIe and 0.96 over a V100's NVLink (Dell, 2018); NCCL's collectives on eight H100s reach
+      0.56 to 0.97 (Ultra-Scale Playbook, 2025). 0.8 is assumed for every link.
+    - ``network_share``, for the adapters between hosts, is also assumed to be 0.8.
 
-    ``attention`` says which fused attention kernels run; they have measured speeds instead of a
-    share (attention.py). PyTorch's ``scaled_dot_product_attention`` uses FlashAttention 2.
+    ``attention`` selects the fused attention kernels; they have measured speeds instead of a share
+    (attention.py). PyTorch's ``scaled_dot_product_attention`` uses FlashAttention 2.
 
-    The host's times are orders of magnitude, not from a datasheet: a call from Python costs PyTorch
-    about 10 µs; one from the autograd engine, in C++, half of that; and a kernel takes about 2 µs
-    to start and drain. ``locked_share`` is the part of a Python call that holds the GIL, which
-    PyTorch releases inside each operator: half is assumed. Threads of one process, such as
-    DataParallel's, queue for that part only.
+    The host's times are order-of-magnitude estimates, not from a datasheet: an operator call takes
+    about 10 µs from Python and half of that from the autograd engine, which is in C++; a kernel
+    takes about 2 µs to start and drain. ``locked_share`` is the fraction of a Python call during
+    which the thread holds the GIL, which PyTorch releases inside each operator; 0.5 is assumed.
+    Threads of one process, such as DataParallel's, wait for each other only for that fraction.
 
     ``collective_processors`` is the number of multiprocessors that a process group's collective
-    takes from concurrent kernels. An NCCL kernel occupies one for each of its channels
-    (NVIDIA/nccl, issue 689): 24 inside a host of eight H100s, as NCCL_DEBUG=INFO prints, and 16
-    over eight adapters. By default, collectives take none. In this model, they never take memory
-    bandwidth.
+    takes from concurrent kernels. An NCCL kernel occupies one per channel (NVIDIA/nccl, issue 689):
+    24 inside a host of eight H100s, according to NCCL_DEBUG=INFO, and 16 over eight adapters. By
+    default, collectives take none. In this model, they never take memory bandwidth.
 
-    ``speed_spread`` says how much GPUs differ in arithmetic: the standard deviation of their times,
-    divided by the mean. A step waits for the slowest of ``slowest_of`` GPUs, which a cluster sets
-    to its world size. By default, all are alike. On 392 V100s of one cluster, matmuls had 0.016,
-    and PageRank, which is memory-bound, 0.001 (Longhorn: each GPU's median, within the
-    whiskers of their box plot, from hal-uw/blox-pal, aggregated_data/sim; Sinha et al., 2022, Not
-    all GPUs are created equal).
+    ``speed_spread`` is how much arithmetic speed varies among GPUs: the standard deviation of their
+    times, divided by the mean. A step waits for the slowest of ``slowest_of`` GPUs, which a cluster
+    sets to its world size. By default, all GPUs are equally fast. On 392 V100s of one cluster, the
+    spread was 0.016 for matmuls and 0.001 for PageRank, which is memory-bound (Longhorn: each GPU's
+    median, within the whiskers of the box plot, from hal-uw/blox-pal, aggregated_data/sim; Sinha et
+    al., 2022, Not all GPUs are created equal).
     """
 
     spec: GPUSpec
@@ -162,7 +163,7 @@ class CostModel:
     kernel_s: float = 2e-6
     locked_share: float = 0.5
     network: Network | None = None  # between hosts; None for a single host
-    gpus_per_host: int = 0  # 0 means all
+    gpus_per_host: int = 0  # 0 means that all GPUs are on one host
     collective_processors: int = 0
     speed_spread: float = 0.0
     slowest_of: int = 1
@@ -186,8 +187,9 @@ class CostModel:
         _check("speed_spread", spread, "at least 0 and below 1", lambda share: 0 <= share < 1)
         if self.collective_processors >= self.spec.multi_processor_count:
             raise ValueError(
-                f"collective_processors must be below the {self.spec.multi_processor_count} of "
-                f"{self.spec.name}, got {self.collective_processors}"
+                "collective_processors must be less than the number of multiprocessors of "
+                f"{self.spec.name} ({self.spec.multi_processor_count}), "
+                f"got {self.collective_processors}"
             )
         if self.attention not in KERNELS:
             raise ValueError(
@@ -195,16 +197,17 @@ class CostModel:
             )
         if self.async_tp and not self.fuses:
             raise ValueError(
-                "async_tp is a pass of torch.compile: it also needs fuses=True, from the "
-                "recording on"
+                "async_tp is a torch.compile pass: it also needs fuses=True, which must be passed "
+                "to record()"
             )
         if self.link is None:
             object.__setattr__(self, "link", self.spec.link)
 
     def changed(self, changes: Mapping[str, Any]) -> "CostModel":
-        """Return a copy with other fields, by name; fields that have presets accept a preset's name.
+        """Return a copy with some fields changed; fields that have presets accept a preset's name.
 
-        ``gpu`` sets ``spec``, and also ``link`` unless one is given.
+        ``gpu`` sets ``spec``. A link that is the old GPU's own becomes the new GPU's, unless
+        ``link`` is also passed.
         """
         new = dict(changes)
         if "gpu" in new:
@@ -218,7 +221,7 @@ class CostModel:
         return replace(self, **new)
 
     def kernel_time_s(self, work: Workload) -> float:
-        """Return the seconds that one operation takes on the GPU, from its first to its last instruction."""
+        """Return the seconds that one operation takes on the GPU, including startup and drain."""
         spec, peak = self.spec, self._peak_flop_per_s(work)
         flop_per_s = peak * self.arithmetic_share
         if work.attention is not None and peak > spec.fp32_flop_per_s:
@@ -254,7 +257,7 @@ class CostModel:
 
     @property
     def slowest(self) -> float:
-        """How many times longer arithmetic takes on the slowest GPU than on an average one."""
+        """How many times as long arithmetic takes on the slowest GPU as on an average one."""
         if not self.speed_spread:
             return 1.0
         return 1 + self.speed_spread * expected_largest(self.slowest_of)
@@ -265,26 +268,26 @@ class CostModel:
         return self.collective_processors / self.spec.multi_processor_count
 
     def launch_s(self, threads: int) -> float:
-        """Return the seconds between two calls of one thread, if ``threads`` of them share a GIL.
+        """Return the seconds between calls by one thread if ``threads`` threads share a GIL.
 
-        They take turns holding the GIL, and do the rest in parallel.
+        The threads take turns holding the GIL, and do the rest in parallel.
         """
         return self.python_launch_s * max(1.0, threads * self.locked_share)
 
     def copy_time_s(self, size_bytes: int) -> float:
-        """Return the seconds for a copy from one GPU to another."""
+        """Return the seconds that a copy from one GPU to another takes."""
         return self.collective_time_s("send", size_bytes, 2)
 
     def host_copy_time_s(self, size_bytes: int) -> float:
-        """Return the seconds for a copy between a GPU and its host."""
+        """Return the seconds that a copy between a GPU and its host takes."""
         return self._seconds("send", size_bytes, 2, self.spec.host_link)
 
     def collective_time_s(self, name: str, size_bytes: float, count: int) -> float:
-        """Return the seconds for a collective from ``collectives/table.py`` among ``count`` GPUs."""
+        """Return the seconds that a collective from table.py takes among ``count`` GPUs."""
         return self._seconds(name, size_bytes, count, self.link)
 
     def group_time_s(self, name: str, size_bytes: float, ranks: Sequence[int]) -> float:
-        """Return the seconds for a collective among these ranks' GPUs; ranks are numbered host by host."""
+        """Return the seconds that a collective takes among these ranks, numbered host by host."""
         hosts = self.hosts_of(ranks)
         if self.network is None or len(hosts) == 1:
             return self.collective_time_s(name, size_bytes, len(ranks))
@@ -301,7 +304,7 @@ class CostModel:
         return collectives.seconds(name, size_bytes, len(ranks), route)
 
     def link_name(self, ranks: Sequence[int]) -> str:
-        """Return the link or network that limits a collective among these ranks: the slowest it uses."""
+        """Return the name of the slowest link or network that a collective among ``ranks`` uses."""
         if self.network is None or len(self.hosts_of(ranks)) == 1:
             return self.link.name
         return self.network.name
@@ -317,10 +320,10 @@ class CostModel:
 
 @functools.cache
 def expected_largest(count: int) -> float:
-    """Return by how many standard deviations the largest of ``count`` normal numbers exceeds the mean.
+    """Return the expected maximum of ``count`` independent standard normal variables.
 
-    It's the expected value: the mean of 2,000 quantiles of the maximum's distribution, whose CDF is
-    that of a single number to the power of ``count``.
+    It's computed as the mean of 2,000 quantiles of the maximum, whose CDF is the normal CDF to the
+    power of ``count``.
     """
     largest = ((part + 0.5) / 2000 for part in range(2000))
     normal = statistics.NormalDist()
@@ -328,16 +331,17 @@ def expected_largest(count: int) -> float:
 
 
 def fit_share(time_of: Callable[[float], float], measured_s: float) -> float:
-    """Return the share of a peak at which ``time_of(share)`` is ``measured_s``, within 1/10,000.
+    """Return the share of a peak at which ``time_of(share)`` is ``measured_s``, to within 0.01%.
 
-    Raises ValueError if even the full peak is too slow, or even a thousandth of it too fast. Gives a
-    RuntimeWarning if the time jumps past ``measured_s``, as it does when the order of kernels changes.
+    Raises ValueError if even the full peak is too slow, or even a thousandth of it is too fast.
+    Issues a RuntimeWarning if the time jumps past ``measured_s``, as it does when the order of
+    kernels changes.
     """
     low, high = 1e-3, 1.0
     if not time_of(high) <= measured_s <= time_of(low):
         raise ValueError(
-            f"no share of a datasheet's peak between {low} and {high} gives {measured_s} s: "
-            f"they give {time_of(low):.3g} s and {time_of(high):.3g} s"
+            f"no share of the datasheet's peak from {low} to {high} gives {measured_s} s: "
+            f"the times at these shares are {time_of(low):.3g} s and {time_of(high):.3g} s"
         )
     while high / low > 1 + 1e-4:
         middle = math.sqrt(low * high)
@@ -346,7 +350,7 @@ def fit_share(time_of: Callable[[float], float], measured_s: float) -> float:
     if slow_s - fast_s > 0.005 * measured_s:
         warnings.warn(
             f"no share of the peak gives {measured_s:.4g} s: at {high:.4f} the time jumps from "
-            f"{slow_s:.4g} to {fast_s:.4g} s. Predictions from this share are off by as much",
+            f"{slow_s:.4g} to {fast_s:.4g} s. Predictions with this share may be off by as much",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -354,7 +358,7 @@ def fit_share(time_of: Callable[[float], float], measured_s: float) -> float:
 
 
 def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Workload:
-    """Return the FLOPs and bytes of one finished call; its tensors need not have values."""
+    """Return the FLOPs and bytes of one finished call; its tensors may be shapes without values."""
     packet = _COUNTED_AS.get(func._schema.name, func._overloadpacket)
     count = flop_registry.get(packet)
     flop = int(count(*args, **kwargs, out_val=result)) if count else 0
@@ -363,7 +367,7 @@ def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Workload
     )
     if fused is not None and fused.causal:
         flop //= 2  # the masked half is skipped, but the counter counts it
-    # Each argument is read once and each result written once; a tensor changed in place is both.
+    # Each argument is read once and each result written once; an argument changed in place is both.
     touched = [*tensors_in((args, tuple(kwargs.values()))), *tensors_in(result)]
     size_bytes = sum(touched_bytes(tensor) for tensor in touched)
     if not flop:
@@ -385,7 +389,7 @@ _PRODUCTS = {
 
 
 def _attention_of(func: Operator, args: Args, kwargs: Kwargs) -> Attention:
-    """The sizes of fused attention, forward or backward; keys are (B, heads, S, head width)."""
+    """Return the properties of a fused attention call; keys are (B, heads, S, head width)."""
     named = named_arguments(func, args, kwargs)
     return Attention(
         named["query"].size(-1),
@@ -405,7 +409,7 @@ def _product_of(func: Operator, flop: int, result: torch.Tensor) -> Product | No
 
 
 def _arithmetic_of(func: Operator, touched: list[torch.Tensor]) -> str:
-    """Return what a matmul or convolution, as the FLOP counter knows it, computes with."""
+    """Return the arithmetic of an operator that the FLOP counter knows, such as a matmul."""
     types = {tensor.dtype for tensor in touched}
     if types & {torch.float8_e4m3fn, torch.float8_e5m2}:
         return FLOAT8
@@ -419,8 +423,8 @@ def _arithmetic_of(func: Operator, touched: list[torch.Tensor]) -> str:
 
 
 def touched_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of reading the tensor once; an expanded dimension is read once."""
-    # Asking the virtual tensor takes longer, and might itself be recorded.
+    """Return the bytes read if the tensor is read once; an expanded dimension counts once."""
+    # Querying the virtual tensor would take longer, and might itself be recorded.
     values = getattr(tensor, "_inner", tensor)
     if values.layout is not torch.strided:
         return values._nnz() * values.element_size() if values.layout is torch.sparse_coo else 0

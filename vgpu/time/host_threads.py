@@ -1,11 +1,12 @@
 """Finds out who issues an operation: which host thread, on which stream, in which module and pass.
 
-The host has several threads: the main thread, DataParallel's, and those of the autograd engine, one per
-GPU, which launch from C++, without the GIL. ``backward()`` has no completion callback, so the next
-operation, of its caller or of another pass, makes the caller's thread and streams wait for it.
+The host has multiple threads: the main thread, DataParallel's threads, and the autograd engine's,
+one per GPU, which launch operations from C++, without the GIL. No callback tells when
+``backward()`` has returned, so the next operation, issued by its caller or in another pass, makes
+the caller's thread and streams wait for the pass.
 
-A module's name is its path below the outermost module that was called: ``layer1.0.conv1``. In a backward
-pass, it's the module whose forward created the node of autograd's graph.
+A module's name is its path below the outermost module that was called: ``layer1.0.conv1``. In a
+backward pass, an operation's module is the one whose forward created the autograd node.
 """
 
 import threading
@@ -31,7 +32,7 @@ from vgpu.memory.gpus import (
 )
 from vgpu.time.steps import Issuer
 
-if TYPE_CHECKING:  # the program has the threads
+if TYPE_CHECKING:  # program.py imports this file
     from vgpu.time.program import GrowingProgram, RecordedStream
 
 
@@ -50,7 +51,7 @@ class HostThread:
         self.compiled = False  # whether its next operation was compiled by torch.compile
 
     def enter(self, module: str, compiled: bool) -> None:
-        """Enter the module of the next operation; ``compiled`` says whether torch.compile compiled it."""
+        """Set the next operation's module; ``compiled`` says whether torch.compile compiled it."""
         self.compiled = compiled
         if self.by.module != module:
             self.by = Issuer(self.index, module, self.by.backward)
@@ -66,14 +67,14 @@ class HostThreads:
     def __init__(self, program: "GrowingProgram") -> None:
         self._program = program
         self.main = program.begin_thread(0, None, 1)
-        self._engines: dict[int, HostThread] = {}  # those of the last backward pass
+        self._engines: dict[int, HostThread] = {}  # by GPU, in the last backward pass
         self._of_thread = _Thread()
         self._of_thread.host = self.main
         self._parent = self.main  # new threads start at its current time
         self._sharing = 1
         self._forked: list[HostThread] = []
         self._last_pass = _BackwardPass(-1, 0)  # running or finished
-        # Streams used by the last pass, with the caller's current stream on the same GPU.
+        # The streams used by the last pass, each with the caller's current stream on the same GPU.
         self._callers_streams: dict[RecordedStream, RecordedStream] = {}
 
     def issuing(self) -> HostThread:
@@ -107,10 +108,10 @@ class HostThreads:
     # DataParallel
 
     def fork(self, caller: HostThread, threads: int) -> None:
-        """Let threads that appear from now on start at the caller's current time.
+        """Make threads that appear from now on start at the caller's current time.
 
-        They share one GIL, of which each gets an equal part. That's computed, not simulated turn by
-        turn, so nothing depends on how the real threads interleave.
+        They share one GIL equally. Each thread's share is computed, not simulated turn by turn, so
+        nothing depends on how the real threads interleave.
         """
         self._parent = self._program.begin_thread(0, caller, 1)
         self._sharing = threads
@@ -124,7 +125,7 @@ class HostThreads:
     # Backward passes
 
     def begin_pass_if_new(self) -> None:
-        """Called before the engine launches an operation, which may be the first one of a new pass."""
+        """Begin a new backward pass if the engine is about to launch the pass's first operation."""
         if self._last_pass.has_ended and self._last_pass.number != graph_task():
             self._end_pass()
         if not self._engines:
@@ -149,7 +150,7 @@ class HostThreads:
             self._callers_streams[stream] = self._program.stream(gpu, number)
 
     def join_callers_streams(self) -> None:
-        """Make the streams of a pass's caller wait for those on which gradients were computed."""
+        """Make the caller's streams wait for the streams on which a pass computed gradients."""
         ended, self._callers_streams = self._callers_streams, {}
         for stream in sorted(ended, key=lambda s: (s.device.index, s.number)):
             current = ended[stream]
@@ -181,14 +182,14 @@ _stack = _Stack()
 
 
 def current_module() -> str:
-    """Return the innermost module running in this thread; empty outside every module."""
+    """Return the name of this thread's innermost running module; empty outside every module."""
     names = _stack.names
     return names[-1] if names else ""
 
 
 @contextmanager
 def compiled_call() -> Iterator[None]:
-    """Treat what this thread computes in the block, and its backward, as compiled code."""
+    """Treat this thread's operations in the block, and their backward, as compiled code."""
     _stack.compiled_calls += 1
     try:
         yield
@@ -203,14 +204,15 @@ def in_compiled_call() -> bool:
 @contextmanager
 def modules_tracked() -> Iterator[None]:
     """Track which module is running, with global hooks."""
-    # always_call: a forward that raises must be removed from the stack, too.
+    # always_call: a module whose forward raises must be removed from the stack, too.
     handles = [
         torch_module.register_module_forward_pre_hook(_enter),
         torch_module.register_module_forward_hook(_leave, always_call=True),
     ]
     try:
         with warnings.catch_warnings():
-            # A compiled module warns that global hooks also run for its wrapper; _enter handles that.
+            # A compiled module warns that global hooks also run for its wrapper; _enter handles
+            # that.
             message = r"Using `torch\.compile\(module\)` when there are global hooks"
             warnings.filterwarnings("ignore", message)
             yield
@@ -245,7 +247,7 @@ _next_node_number = torch._C._autograd._get_sequence_nr
 
 class _LastNode(threading.local):
     last = -1  # the number of the last node that was noted
-    is_fork = True  # whether it isn't the main thread
+    is_fork = True  # False in the main thread
 
 
 class _Node(NamedTuple):
@@ -271,15 +273,16 @@ class CallSites:
         self._of_forks: dict[int, _Node] = {}
         self._of_thread = _LastNode()
         self._of_thread.is_fork = False
-        self._of_thread.last = _next_node_number() - 1  # ignore nodes from before
+        self._of_thread.last = _next_node_number() - 1  # ignore earlier nodes
 
     def of(
         self, name: str, gpu: VirtualGPU, note: bool = True
     ) -> "tuple[RecordedStream, HostThread]":
         """Return the stream of the next operation on ``gpu``, and the thread that issues it.
 
-        Also sets the thread's module. ``note`` is False for the source of a copy, since the copy's
-        backward runs on the target's stream.
+        Also sets the thread's module. ``note`` says whether to note the operation's autograd node.
+        It's False for the source of a copy, for example, since the copy's backward runs on the
+        target's stream.
         """
         if in_backward():
             return self._of_backward(name, gpu, note)
@@ -312,7 +315,7 @@ class CallSites:
         return stream, engine
 
     def note(self, name: str, gpu: VirtualGPU) -> None:
-        """Note the node of an operation that launches nothing; it, too, has a module and a stream."""
+        """Note the node of an operation without a kernel; it has a module and a stream, too."""
         node = _Node(name, current_module(), in_compiled_call())
         self._note(node, gpu.index, current_stream_number(gpu.index))
 
@@ -337,7 +340,7 @@ class CallSites:
         noted = self._of_main.get(node._sequence_nr())
         if not self._of_forks:
             return noted or _NO_NODE
-        # Another thread may have used the same number, so compare the name, too.
+        # Another thread may have used the same number, so compare the names, too.
         name = node.name().lower()
         for candidate in (noted, self._of_forks.get(node._sequence_nr())):
             if candidate and name.startswith(candidate.operation.replace("_", "")):

@@ -1,11 +1,12 @@
-"""Writes a timeline as the JSON that ``torch.profiler`` exports, in Kineto's format.
+"""Writes a timeline as JSON in Kineto's format, as ``torch.profiler`` exports it.
 
-The sources are Kineto's output_json.cpp, and the "Trace Event Format" of the Chromium project.
-Tools identify rows by name: an NCCL kernel starts with ``nccl`` and contains ``Kernel``, a launch
-is ``cudaLaunchKernel``, a copy ``Memcpy DtoH``. So virtual ones have such names, too.
+The format is defined by Kineto's output_json.cpp and by the Chromium project's "Trace Event
+Format". Tools identify rows by name: an NCCL kernel's name starts with ``nccl`` and contains
+``Kernel``, a launch is named ``cudaLaunchKernel``, and a copy ``Memcpy DtoH``. Virtual rows have
+such names, too.
 
-The JSON leaves out shapes and stacks, streams' waits for events, and the multiprocessor resources
-that a kernel uses. An operator takes as long as a launch in the cost model, and launches its kernel
+Left out are shapes, stacks, streams' waits for events, and the multiprocessor resources that a
+kernel uses. An operator takes as long as a launch does in the cost model, and launches its kernel
 halfway through.
 """
 
@@ -31,11 +32,12 @@ KINETO_DTYPES = {
 }
 
 _DEFAULT_STREAM = 7  # CUPTI's number for the default stream
-_FIRST_HOST = 1000  # the process of rank 0; lower numbers are GPUs
+_FIRST_HOST = 1000  # rank 0's process; lower numbers are GPUs
 _ENGINE = 100  # the autograd engine's thread for vgpu:0
-_LAUNCHED_FROM = 0.5  # the point in an operator's time at which it launches
+_LAUNCHED_FROM = 0.5  # the fraction of an operator's time before its launch begins
 
-# NCCL's kernel, and ProcessGroupNCCL's name for it, by the collective's name in torch.distributed.
+# For each collective in torch.distributed: NCCL's kernel, and the collective's name in
+# ProcessGroupNCCL.
 _COLLECTIVES = {
     "all_reduce": ("AllReduce", "allreduce"),
     "all_gather": ("AllGather", "_allgather_base"),
@@ -51,7 +53,7 @@ _COLLECTIVES = {
 
 
 def trace_of(timeline: "Timeline", rank: int | None) -> Row:
-    """Return the whole file, for one rank or for all ranks of the timeline. Times are in µs."""
+    """Return the contents of the file, for one rank or (if None) for all ranks; times are in µs."""
     position = None if rank is None else timeline.ranks.index(rank)
     writer = _Writer(timeline)
     rows = [
@@ -76,7 +78,7 @@ def trace_of(timeline: "Timeline", rank: int | None) -> Row:
 
 
 class _Writer:
-    """The rows of one timeline; until the end, each has its rank's position as its process."""
+    """Creates the rows of a timeline, each with its rank's position, which ``trace_of`` removes."""
 
     def __init__(self, timeline: "Timeline") -> None:
         self._timeline = timeline
@@ -119,7 +121,7 @@ class _Writer:
     # The host
 
     def _thread(self, position: int, number: int, backward: bool, gpu: int) -> Row:
-        """Return a host row's process and thread; ``gpu`` says which engine thread, if ``backward``."""
+        """Return a host row's process and thread: if ``backward``, the engine thread of ``gpu``."""
         thread = _ENGINE + gpu if backward else number
         self._threads.add((position, thread))
         return {
@@ -180,7 +182,7 @@ class _Writer:
         else:
             arguments["FLOP"] = event.flop
         where = {"rank": launch["rank"], "pid": event.device.index, "tid": stream}
-        # An NCCL kernel starts when its own rank is ready, and waits for the others inside.
+        # An NCCL kernel starts when its own rank is ready, and then waits for the other ranks.
         start_s = event.start_s if event.ready_s is None else event.ready_s
         yield {**where, **_span(kind, name, start_s, event.end_s), "args": arguments}
         at_us = _whole_ns(start_s)
@@ -232,12 +234,15 @@ def _span(category: str, name: str, start_s: float, end_s: float) -> Row:
 
 
 def _whole_ns(time_s: float) -> float:
-    """Convert to µs, in whole ns, as readers do: rounding durations separately would make spans overlap."""
+    """Convert to µs, in whole ns, as readers do.
+
+    Rounding durations separately would make spans overlap.
+    """
     return round(time_s * 1e9) / 1e3
 
 
 def _flow(launch: Row, at_us: float) -> Row:
-    """Return an arrow from a launch to what it launched."""
+    """Return one end of an arrow from a launch to what it launched."""
     where = {"rank": launch["rank"], "pid": launch["pid"], "tid": launch["tid"]}
     number = launch["args"]["correlation"]
     return {**where, "ts": at_us, "cat": "ac2g", "name": "ac2g", "id": number}

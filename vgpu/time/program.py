@@ -1,11 +1,11 @@
 """The program that is being recorded: its steps so far, and which operations happen before others.
 
-Steps have no times. A simulator (simulator.py) computes times on demand: at the end of the recording,
-when the program itself asks (``event.query()``), or for a value that may not have been written yet
-(races.py). Nothing here depends on real time or on how threads interleave.
+Steps have no times. A simulator (simulator.py) computes times on demand: at the end of the
+recording, when the program itself asks (``event.query()``), or for a value that may not have been
+written yet (races.py). Nothing here depends on real time or on how threads interleave.
 
-Happens-before is tracked by vector clocks (Lamport, 1978; Mattern, 1989), independently of the times: a
-race is a race even if the times happen to fit.
+Happens-before is tracked by vector clocks (Lamport, 1978; Mattern, 1989), independent of the times:
+a race is a race even if the times happen to work out.
 """
 
 import threading
@@ -45,16 +45,16 @@ from vgpu.time.steps import (
 )
 
 VectorClock = dict["RecordedStream", int]
-"""For each stream, how many of its operations happen before a point."""
+"""For each stream, how many of its operations happen before a certain point."""
 
 
 class RecordedStream:
-    """One stream in a recording, with the vector clock of what happens before its next operation."""
+    """One recorded stream, with the vector clock of what happens before its next operation."""
 
     __slots__ = ("clock", "count", "device", "index", "number", "recording")
 
     def __init__(self, recording: object, index: int, device: torch.device, number: int) -> None:
-        self.recording = recording  # only compared, to tell its streams from another's
+        self.recording = recording  # only tells its streams from another recording's
         self.index = index  # among the streams of the recording
         self.device = device
         self.number = number  # 0 is the device's default stream
@@ -66,16 +66,16 @@ class Enqueued(NamedTuple):
     """One operation that was enqueued on a stream."""
 
     stream: RecordedStream
-    position: int  # how many operations had been enqueued on the stream, this one included
-    event: int  # its end, as a number among the events of the recording
+    position: int  # how many operations were enqueued on the stream, including this one
+    event: int  # the number of the event at its end
     operation: str
     backward: bool = False
-    clock: VectorClock | None = None  # what happens before it, if that's kept
+    clock: VectorClock | None = None  # what happens before it, if known
     deferred: "DeferredResult | None" = None
 
 
 class DeferredResult:
-    """The result of a deferred operation; alive as long as it is in a block of memory."""
+    """The result of a deferred operation; alive as long as a block of memory holds it."""
 
     __slots__ = ("_program", "event", "is_needed")
 
@@ -101,7 +101,7 @@ class RecordedEvent:
 
     @property
     def recording(self) -> object:
-        """The recording, which is only compared, to tell its events from another's."""
+        """The recording; it only tells its events from another recording's."""
         return self.operation.stream.recording
 
 
@@ -113,8 +113,8 @@ class GrowingProgram:
         self.rank = rank
         self.recording = object()
         self.steps: list[ProgramStep] = []
-        self.several_streams = False  # whether a GPU has had more than its default stream
-        self._lock = threading.RLock()  # events are numbered, and DataParallel has several threads
+        self.several_streams = False  # whether a GPU has used more than its default stream
+        self._lock = threading.RLock()  # for event numbers; DataParallel has multiple threads
         self._events = 0
         self._threads = 0
         self._streams: dict[tuple[int, int], RecordedStream] = {}
@@ -123,15 +123,16 @@ class GrowingProgram:
         self._gpu, self._gpus = gpus.current_index(), gpus.device_count()
         self._simulator = Simulator(costs, rank)
         self._simulated = 0
-        # If elementwise operations are fused: the pass, how many steps have been passed to it, and its
-        # result. It begins with the first operation of compiled code; earlier steps stay unchanged.
+        # If elementwise operations are fused: the pass, the number of steps passed to it, and its
+        # result. Without ``costs.fuses``, the first operation of compiled code creates the pass;
+        # earlier steps stay unchanged.
         self._fusion = Fusion() if costs.fuses else None
         self._fused_from = 0
         self._fused: list[ProgramStep] = []
         self.threads = HostThreads(self)
 
     def end(self) -> Program:
-        """Return the finished program, at the end of the block."""
+        """Finish the program at the end of the recording, and return it."""
         self.host()  # the main thread waits for its last backward pass
         self.break_graph(None)
         for event in self._timed:
@@ -193,7 +194,7 @@ class GrowingProgram:
         self.steps.append(HostWork(self.host().index, duration_s, name))
 
     def begin_range(self, name: str) -> int:
-        """Record that the calling thread enters a named block; returns the thread's index."""
+        """Record that the calling thread enters a named block; return the thread's index."""
         host = self.host()
         self.steps.append(BeginRange(host.index, name))
         return host.index
@@ -227,7 +228,7 @@ class GrowingProgram:
     def enqueue_together(
         self, step: Copy | LocalCollective, streams: Sequence[RecordedStream]
     ) -> list[Enqueued]:
-        """Launch an operation that occupies all of the streams: later work on each starts after it."""
+        """Launch an operation that occupies all ``streams``: later work on each starts after it."""
         event = self._begin_event(step)
         for stream in streams:
             stream.count += 1
@@ -244,7 +245,7 @@ class GrowingProgram:
         return self._fusion is not None
 
     def defer(self, step: Deferred, stream: RecordedStream) -> Enqueued:
-        """Append an operation that is launched in one kernel with its neighbors, or never."""
+        """Append an operation that will be launched in one kernel with its neighbors, or never."""
         with self._lock:
             self._fusion = self._fusion or Fusion()
         event = self._begin_event(step)
@@ -253,12 +254,12 @@ class GrowingProgram:
         return Enqueued(stream, stream.count, event, step.name, step.by.backward, None, result)
 
     def allocation(self, name: str, stream: RecordedStream, backward: bool) -> Enqueued:
-        """Note an allocation on the stream: earlier operations on it may still use that memory."""
+        """Note an allocation on the stream, whose earlier operations may still use that memory."""
         event = self._begin_event(RecordEvent(stream.index))
         return Enqueued(stream, stream.count, event, name, backward)
 
     def break_graph(self, stream: RecordedStream | None) -> None:
-        """End compiled code by launching what's deferred on a stream, or on all streams if None."""
+        """End compiled code: launch what's deferred on ``stream``, or on all streams if None."""
         if self._fusion is not None:
             self.steps.append(GraphBreak(stream.index if stream else None, self.host().by))
 
@@ -271,7 +272,7 @@ class GrowingProgram:
     # Streams and events
 
     def stream(self, gpu: VirtualGPU, number: int) -> RecordedStream:
-        """A stream of ``gpu``; 0 is the default one."""
+        """Return a stream of ``gpu``; number 0 is the default stream."""
         self.threads.end_pass_if_returned()
         key = (gpu.index, number)
         stream = self._streams.get(key)
@@ -285,7 +286,7 @@ class GrowingProgram:
         return stream
 
     def streams_of(self, gpu: VirtualGPU) -> list[RecordedStream]:
-        """The streams of a GPU that were used in this recording."""
+        """Return the streams of a GPU that were used in this recording."""
         return [stream for stream in self._streams.values() if stream.device == gpu.device]
 
     def wait_stream(self, stream: RecordedStream, other: RecordedStream) -> None:
@@ -295,13 +296,13 @@ class GrowingProgram:
         self.wait_enqueued(stream, other)
 
     def wait_enqueued(self, stream: RecordedStream, other: RecordedStream) -> None:
-        """Do the same for a collective inside compiled code, which doesn't end there."""
+        """Do the same as ``wait_stream`` for a collective, which doesn't end compiled code."""
         event = self._begin_event(RecordEvent(other.index))
         self.steps.append(WaitEvent(stream.index, event))
         _merge(stream.clock, other, other.count, other.clock)
 
     def wait_operation(self, stream: RecordedStream, done: Enqueued) -> None:
-        """Make later work on ``stream`` start after one operation of another stream."""
+        """Make later work on ``stream`` start after one operation on another stream."""
         self.steps.append(WaitEvent(stream.index, done.event))
         _merge(stream.clock, done.stream, done.position, done.clock or {})
 
@@ -329,7 +330,10 @@ class GrowingProgram:
             _merge(self._host_clock, done.stream, done.position, done.clock or {})
 
     def query_stream(self, stream: RecordedStream) -> bool:
-        """Whether everything enqueued on the stream has finished; if so, it happens before later host work."""
+        """Whether everything enqueued on the stream has finished.
+
+        If so, it happens before later work of the host.
+        """
         self.break_graph(stream)
         event = self._begin_event(RecordEvent(stream.index))
         return self._query(Enqueued(stream, stream.count, event, "query", False, stream.clock))
@@ -351,7 +355,7 @@ class GrowingProgram:
         return has_ended
 
     def happens_before(self, operation: Enqueued, stream: RecordedStream) -> bool:
-        """Whether ``operation`` is guaranteed to finish before the next operation of ``stream`` starts."""
+        """Whether ``operation`` is guaranteed to finish before ``stream`` starts its next one."""
         return (
             operation.stream is stream
             or stream.clock.get(operation.stream, 0) >= operation.position
@@ -360,7 +364,7 @@ class GrowingProgram:
 
 
 def _merge(clock: VectorClock, stream: RecordedStream, position: int, other: VectorClock) -> None:
-    """Merge into ``clock`` the first ``position`` operations of ``stream``, and the clock ``other``."""
+    """Merge the first ``position`` operations of ``stream``, and ``other``, into ``clock``."""
     for key, count in ((stream, position), *other.items()):
         if clock.get(key, 0) < count:
             clock[key] = count

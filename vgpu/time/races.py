@@ -1,18 +1,18 @@
 """Races: a stream uses memory that another stream has written or read, without waiting for it.
 
-On CUDA, a missing wait sometimes gives correct values and sometimes garbage. Here it's always reported,
-whatever the times: vector clocks determine what happens before what (program.py). If, according to the
-times, a value is read before it has been written, the reader gets NaN (or the smallest number of a dtype
-without NaN).
+On CUDA, a missing wait sometimes yields correct values and sometimes garbage. Here it's always
+reported, regardless of the times: vector clocks determine what happens before what (program.py). If
+a value is read, according to the times, before it has been written, the reader gets NaN (or the
+smallest value of a dtype without NaN).
 
-Virtual GPUs never reuse a block, but CUDA's caching allocator reuses a freed one, on the stream on which
-it was allocated. So two more races are reported, with correct values: a block that is freed while
-another stream may still use it, without ``record_stream``; and a stream that uses new memory without
-waiting for the stream on which it was allocated.
+Virtual GPUs never reuse a block, but CUDA's caching allocator reuses a freed one, on the stream on
+which it was allocated. So two more kinds of races are reported, although the values are correct: a
+block that is freed while another stream may still use it, without ``record_stream``; and a stream
+that uses new memory without waiting for the stream on which it was allocated.
 
-Three kinds aren't detected: races with blocks and reads from before the recording; a host that reads a
-copy before it has finished; and a backward hook that makes a stream current that doesn't wait for the
-gradient.
+Three kinds aren't detected: races with allocations, writes or reads from before the recording; a
+host that reads the result of a copy before it has finished; and a backward hook that switches to a
+stream that doesn't wait for the gradient.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,9 +38,9 @@ class Uses:
     __slots__ = ("accesses", "reads", "recorded", "write")
 
     def __init__(self) -> None:
-        self.write: Enqueued | None = None  # the last one
-        self.reads: dict[RecordedStream, Enqueued] = {}  # the last of each stream since that write
-        self.recorded: set[RecordedStream] = set()  # passed to record_stream
+        self.write: Enqueued | None = None  # the last write
+        self.reads: dict[RecordedStream, Enqueued] = {}  # each stream's last read since that write
+        self.recorded: set[RecordedStream] = set()  # streams passed to record_stream
         self.accesses: Accesses | None = None  # set if a race is possible when the block is freed
 
     @staticmethod
@@ -51,7 +51,10 @@ class Uses:
         return uses
 
     def freed(self, allocation: Enqueued) -> None:
-        """Called when the block is freed; ``allocation`` is the operation for which it was allocated."""
+        """Note which uses may not have finished now that the block is freed.
+
+        ``allocation`` is the operation for which the block was allocated.
+        """
         if self.accesses is None:
             return
         last = self.write or allocation
@@ -65,12 +68,13 @@ class Uses:
 
 
 class Accesses:
-    """The accesses of one recording, and the races among them."""
+    """The memory accesses in one recording, and the races among them."""
 
     def __init__(self, program: GrowingProgram, timeline: Timeline) -> None:
         self._program = program
         self._timeline = timeline
-        # For each block freed since the last operation, a write on its own stream and a use on another.
+        # For each block freed since the last operation: a write on its own stream, and a use on
+        # another.
         self.freed_in_use: list[tuple[Enqueued, Enqueued]] = []
 
     def check(
@@ -81,7 +85,7 @@ class Accesses:
         stream: RecordedStream,
         host: HostThread,
     ) -> list[VirtualTensor]:
-        """Report races of the next operation of ``stream``.
+        """Report races of the next operation on ``stream``.
 
         In a backward pass, the autograd engine makes streams wait instead. Returns the tensors that
         haven't been written yet when the operation starts.
@@ -108,7 +112,10 @@ class Accesses:
         return late
 
     def _races(self, name: str, stream: RecordedStream, before: Enqueued) -> bool:
-        """Whether the stream's next operation may start before ``before`` has finished."""
+        """Report a race if the stream's next operation may start before ``before`` has finished.
+
+        Returns whether it may. In a backward pass, the stream waits instead.
+        """
         if not self._is_of_this(before) or self._program.happens_before(before, stream):
             return False
         if in_backward():
@@ -132,7 +139,7 @@ class Accesses:
     ) -> None:
         """Record what an operation has read and written."""
         reading = _without_result(operation)
-        for used in read:  # even if there's only one stream so far: another may write it later
+        for used in read:  # even if there's only one stream so far: another may write to it later
             block = tensor.block_of(used)
             reads = Uses.of(block).reads
             if reads and next(iter(reads)).recording is not self._program.recording:
@@ -154,16 +161,16 @@ class Accesses:
             tensor.block_of(result).made = operation
 
     def _watch(self, block: Block, operation: Enqueued) -> None:
-        """Check a block when it's freed, if a stream other than its own has used it."""
+        """Have a block checked when it's freed, if a stream other than its own has used it."""
         if block.made is not None and block.made.stream is not operation.stream:
             Uses.of(block).accesses = self
 
     def record_stream(self, used: VirtualTensor, stream: RecordedStream) -> None:
-        """Record ``Tensor.record_stream``: the block isn't reused until the stream's current work is done."""
+        """Record ``Tensor.record_stream``: the stream's current work delays reuse of the block."""
         Uses.of(tensor.block_of(used)).recorded.add(stream)
 
     def last_write(self, tensor_: VirtualTensor) -> Enqueued | None:
-        """The last write to the tensor in this recording."""
+        """Return the last write to the tensor in this recording."""
         write = _last_write(tensor.block_of(tensor_))
         return write if write is not None and self._is_of_this(write) else None
 
@@ -173,8 +180,8 @@ class Accesses:
     def _check_freed(self, stream: RecordedStream) -> None:
         """Check whether the stream has waited for the streams that used its freed blocks.
 
-        This is called just before the stream's next operation, which may be given one of these blocks: it's
-        safe to wait until then, as the backward pass and FSDP do.
+        This is called just before the stream's next operation, which may get one of these blocks.
+        Waiting as late as that is safe; the backward pass and FSDP do so.
         """
         freed, self.freed_in_use = self.freed_in_use, []
         for writer, use in freed:
@@ -193,12 +200,12 @@ def is_whole(part: VirtualTensor) -> bool:
 
 
 def _without_result(operation: Enqueued) -> Enqueued:
-    """Return the operation without its deferred result, which must not outlive the blocks that hold it."""
+    """Return the operation without its deferred result, which must not outlive its blocks."""
     return operation if operation.deferred is None else operation._replace(deferred=None)
 
 
 def _last_write(block: Block) -> Enqueued | None:
-    """The last write to the block, if it was recorded."""
+    """Return the last recorded write to the block, or else its allocation, if that was recorded."""
     written: Enqueued | None = None if block.uses is None else block.uses.write
     return written or block.made
 

@@ -1,11 +1,11 @@
-"""``record()``: record what happens on virtual GPUs inside a block, as steps; and ``spend()``.
+"""``record()``, which records what happens on virtual GPUs in a block, and ``spend()``.
 
-A recording is called before and after every operation, with values or as shapes
-(vgpu/tensor/observer.py). It determines who issued the operation (host_threads.py), whether its inputs
-are ready (races.py) and what it costs (costs.py), and appends one step to the program (program.py). If
-the cost model says ``fuses``, and in code compiled by torch.compile, elementwise operations are deferred:
-their steps contain what a compiler pass needs (compiler_passes.py), namely what each of them reads, and
-when a result is needed in memory.
+A recording is called before and after every operation on values or shapes
+(vgpu/tensor/observer.py). It determines who issued the operation (host_threads.py), whether its
+inputs are ready (races.py) and what it costs (costs.py), and appends one step to the program
+(program.py). If the cost model sets ``fuses``, and in code compiled by torch.compile, elementwise
+operations are deferred: their steps contain what a compiler pass needs (compiler_passes.py), namely
+what each operation reads and when a result is needed in memory.
 
 Operations on the CPU take no virtual time (``spend`` adds some).
 """
@@ -64,10 +64,11 @@ under_way: "Recording | None" = None
 def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]:
     """Record what the block computes on virtual GPUs, and predict its times.
 
-    ``costs`` is a cost model to use instead of the enabled GPU's. Its fields can be given by name, such as
-    ``arithmetic_share=0.3`` or ``link="PCIe 4"``, as in ``replay``. The timeline is complete when the
-    block ends. Times that the program queries before that (``event.elapsed_time``) ignore ``async_tp``.
-    Raises RuntimeError inside another recording, or without virtual GPUs.
+    ``costs`` is a cost model to use instead of the enabled GPU's. Its fields can be set by name,
+    such as ``arithmetic_share=0.3`` or ``link="PCIe 4"``, as in ``replay``. The timeline is
+    complete when the block ends. Times that the program queries before that
+    (``event.elapsed_time``) ignore ``async_tp``. Raises RuntimeError inside another recording, or
+    without virtual GPUs.
     """
     costs = (costs or CostModel(gpus.by_index(0).spec)).changed(assumed).changed(changes)
     devices = [gpus.by_index(index).device for index in range(gpus.device_count())]
@@ -94,7 +95,7 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
 def spend(duration_s: float, name: str = "host work") -> None:
     """In a recording, keep the host busy for ``duration_s``, for example to load a batch.
 
-    Traces show ``name``. Does nothing outside of a recording.
+    Traces show ``name``. Does nothing outside a recording.
     """
     if under_way is not None:
         under_way.program.spend(duration_s, name)
@@ -110,7 +111,7 @@ def compiled() -> Iterator[None]:
 
 
 def sharing_the_interpreter(parallel_apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``parallel_apply``, so that in a recording its threads share one interpreter."""
+    """Wrap ``parallel_apply`` so that, in a recording, its threads share one interpreter."""
 
     @functools.wraps(parallel_apply)
     def applied(modules: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +129,7 @@ def sharing_the_interpreter(parallel_apply: Callable[..., Any]) -> Callable[...,
 
 @contextmanager
 def _switched_to(recording: "Recording | None") -> Iterator[None]:
-    """Make another recording, or none, the active one in the block, in all threads."""
+    """Make another recording, or none, the active one in the block, for all threads."""
     global under_way
     before = under_way
     observer.recording = under_way = recording
@@ -142,7 +143,7 @@ def _switched_to(recording: "Recording | None") -> Iterator[None]:
 def _ranges_noted(program: GrowingProgram) -> Iterator[None]:
     """Record blocks of ``torch.profiler.record_function`` as ranges."""
     plain_enter, plain_exit = record_function.__enter__, record_function.__exit__
-    entered: dict[int, int] = {}  # id of a block → the thread that is in it
+    entered: dict[int, int] = {}  # the thread in each block, by the block's id
 
     def enter(block: record_function) -> Any:
         entered[id(block)] = program.begin_range(block.name)
@@ -161,7 +162,7 @@ def _ranges_noted(program: GrowingProgram) -> Iterator[None]:
 
 
 def paused() -> Any:
-    """Return a context manager that pauses recording, because the caller records the block as a whole."""
+    """Return a context manager that pauses recording for a block that's recorded as a unit."""
     return _switched_to(None)
 
 
@@ -179,7 +180,7 @@ class Recording:
     # Operations: called by run in vgpu/tensor/tensor.py
 
     def before(self, operation: Operation) -> None:
-        """Determine the stream and the thread; replace what's read too early by garbage."""
+        """Determine the stream and thread; replace inputs that are read too early with garbage."""
         info, inputs, written = operation.info, operation.inputs, operation.written
         if info.launches_nothing:
             self.call_sites.note(info.name, operation.gpu)
@@ -208,7 +209,7 @@ class Recording:
         done = self._launch(info.name, fuses, stream, host, inputs, work)
         self._accesses.note(done, inputs, written)
         if result is not None and result.alone is not None and not written:
-            outputs._block.made = done  # note_allocations, for most shapes
+            outputs._block.made = done  # what note_allocations does, for most shapes
         elif not (written and outputs is written[0]):  # an in-place operation returns its argument
             made = virtual_among((outputs,))
             new = [one for one in made if not any(one is other for other in written)]
@@ -217,7 +218,7 @@ class Recording:
             self.program.host_waits([stream], info.name, host)
 
     def _work_of(self, operation: Operation, outputs: Any, result: Result | None) -> Workload:
-        """Return the cost of an operation, cached by its signature; for shapes, ``result`` has it."""
+        """Return an operation's workload, cached by signature or, for shapes, in ``result``."""
         info, args, kwargs = operation.info, operation.args, operation.kwargs
         if result is not None:
             work: Workload | None = result.work
@@ -269,7 +270,7 @@ class Recording:
     # Copies
 
     def before_copy(self, source: torch.Tensor) -> torch.Tensor:
-        """Return what a copy reads: ``source``, or garbage if it hasn't been written yet; report races."""
+        """Report races; return what to copy: ``source``, or garbage if it isn't written yet."""
         if not isinstance(source, VirtualTensor) or gpu_of(source) is None:
             return source
         stream, host = self.call_sites.of("copy", source._gpu, note=False)
@@ -337,7 +338,7 @@ class Recording:
         self.program.enqueue_together(LocalCollective(name, by, indices, size_bytes), streams)
 
     def group_collective(self, call: Call, gpu: VirtualGPU, number: int) -> Enqueued:
-        """Record this rank's side of a collective, on the stream ``number`` of its process group.
+        """Record this rank's side of a collective, on its process group's stream ``number``.
 
         That stream waits for the current one, as NCCL's does.
         """
@@ -381,14 +382,14 @@ class Recording:
     def wait_for_last_write(self, tensor: VirtualTensor) -> None:
         """Make the current stream wait until the tensor has been written, for ``wait_tensor``.
 
-        That's part of compiled programs, so operations are fused across it.
+        Compiled programs contain ``wait_tensor``, so operations are fused across it.
         """
         done = self._accesses.last_write(tensor) if gpu_of(tensor) is not None else None
         if done is not None:
             current, _ = self.call_sites.of("wait", tensor._gpu, note=False)
             self.program.wait_operation(current, done)
 
-    # Where elementwise operations are fused
+    # Fused elementwise operations
 
     def _need_before(
         self,
@@ -403,12 +404,12 @@ class Recording:
         if self.program.several_streams:  # nothing fuses across streams
             writes = self._writes_of(_on_gpus((*read, *written)))
             self._need([write for write in writes if write and write.stream is not stream], host)
-        if written:  # deferred results in the rest of the written blocks must not get lost
+        if written:  # deferred results elsewhere in the written blocks must not get lost
             parts = [part for part in _on_gpus(written) if not is_whole(part)]
             self._need(self._writes_of(parts), host)
 
     def _operands(self, name: str, read: Sequence[VirtualTensor], host: HostThread) -> Operands:
-        """Return what an operation reads, and thus needs in memory; ``name`` identifies matmuls."""
+        """Return what an operation reads and so needs in memory; ``name`` identifies matmuls."""
         if not self.program.has_deferred:
             return UNKNOWN_OPERANDS
         on_gpus = _on_gpus(read)
@@ -437,7 +438,7 @@ class Recording:
 
 
 def _elements_of(call: Call, made: Sequence[torch.Tensor]) -> Elements:
-    """Count the elements that this rank passes to a collective, and those that it gets."""
+    """Count the elements that this rank passes to a collective and gets from it."""
     sent, received = call.inputs, [*call.outputs, *made]
     dtypes = [tensor.dtype for tensor in (*sent, *received)]
     dtype = KINETO_DTYPES.get(dtypes[0], str(dtypes[0])) if dtypes else ""

@@ -1,9 +1,10 @@
 """What work waits for in a simulation: resources, its stream's queue, events, and other ranks.
 
 A resource, such as a GPU's multiprocessors or one direction of a link, does one thing at a time. A
-collective starts when all of its ranks are ready and its wires are free: each GPU has one outgoing and
-one incoming transfer at a time inside its host, and one of each to other hosts. A message waits for its
-receiver, as with NCCL. Ranks that aren't in the simulation are assumed to be ready as soon as the others.
+collective starts when all of its ranks are ready and its wires are free: each GPU has at most one
+outgoing and one incoming transfer at a time inside its host, and one of each with other hosts. A
+message waits for its receiver, as with NCCL. Ranks that aren't in the simulation are assumed to be
+ready as soon as the others.
 """
 
 import bisect
@@ -16,15 +17,15 @@ import torch
 
 from vgpu.time.steps import GroupCollective
 
-if TYPE_CHECKING:  # a rank arrives with its simulator
+if TYPE_CHECKING:  # simulator.py imports this file
     from vgpu.time.simulator import Simulator
 
 
 class Resource:
     """Something that does one thing at a time.
 
-    Streams take turns. If work starts late, it leaves a gap, which work that's launched later but can
-    start earlier may fill.
+    Streams take turns. If work starts late, it leaves a gap, which work that's launched later but
+    can start earlier may fill.
     """
 
     __slots__ = ("ends", "starts")
@@ -50,7 +51,7 @@ class Resource:
         return self.ends[index] if taken else ready_s
 
     def worked_until(self, start_s: float, duration_s: float, lost: float = 1.0) -> float:
-        """Return the end of work that starts at ``start_s`` and takes ``duration_s`` of the free time.
+        """Return the end of work that starts at ``start_s`` and takes ``duration_s`` of free time.
 
         ``lost`` is the fraction of its speed that the work loses while the resource isn't free.
         """
@@ -66,9 +67,9 @@ class Resource:
         return end_s
 
     def delay(self, start_s: float, end_s: float) -> None:
-        """Do nothing between ``start_s`` and ``end_s``, which delays the work that was placed there.
+        """Pause between ``start_s`` and ``end_s``, which delays the work that was placed there.
 
-        The delay is absorbed by later gaps. Work after a gap is delayed if the gap was too short.
+        Later gaps absorb the delay. Work after a gap is delayed only if the gap is too short.
         """
         starts, ends = self.starts, self.ends
         index = bisect.bisect_right(ends, start_s)
@@ -80,7 +81,7 @@ class Resource:
             ends[index] = ends.pop(index + 1) + late_s
 
     def place(self, ready_s: float, duration_s: float) -> float:
-        """Occupy the first free interval of ``duration_s`` from ``ready_s`` on; return its start."""
+        """Occupy the first free ``duration_s`` from ``ready_s`` on; return the start."""
         starts, ends = self.starts, self.ends
         start_s = self.free_from(ready_s, duration_s)
         index = bisect.bisect_right(ends, start_s)
@@ -100,32 +101,33 @@ class Resource:
 class Processors:
     """The multiprocessors of a GPU.
 
-    Kernels take turns. A kernel on a stream with priority overtakes others: it starts when it's ready,
-    and the running kernel ends that much later. (CUDA schedules the prior kernel's thread blocks first
-    whenever a running block ends, and a block takes far less time than a kernel; CUDA C++ programming
-    guide, Stream priorities.) All streams with priority are treated alike.
+    Kernels take turns. A kernel on a high-priority stream overtakes others: it starts as soon as
+    it's ready, and the running kernel ends that much later. (Whenever a thread block ends, CUDA
+    schedules the high-priority kernel's blocks first, and a block takes far less time than a
+    kernel; CUDA C++ programming guide, Stream priorities.) All high-priority streams are treated
+    the same.
 
-    While a collective runs, kernels without priority lose a fraction of their speed. A kernel that was
-    placed before the collective keeps its times.
+    While a collective runs, kernels without high priority lose a fraction of their speed. A kernel
+    that was placed before the collective keeps its times.
     """
 
     __slots__ = ("_collectives", "_lost", "_others", "_prior")
 
     def __init__(self, lost: float = 0.0) -> None:
         """``lost`` is the fraction of the multiprocessors that a collective occupies."""
-        self._prior = Resource()  # kernels with priority
-        self._others = Resource()  # the rest, each including what overtook it
+        self._prior = Resource()  # kernels with high priority
+        self._others = Resource()  # the rest, each with the time of what overtook it
         self._collectives = Resource(), Resource()  # inside the host, and between hosts
         self._lost = lost
 
     @property
     def busy_until_s(self) -> float:
-        """The time at which the last kernel without priority ends; 0 if there is none."""
+        """The time at which the last kernel without high priority ends; 0 if there is none."""
         ends = self._others.ends
         return ends[-1] if ends else 0.0
 
     def place(self, ready_s: float, duration_s: float) -> tuple[float, float]:
-        """Place a kernel at the first free time from ``ready_s`` on; returns its start and end."""
+        """Place a kernel at the first free time from ``ready_s`` on; return its start and end."""
         prior = self._prior
         if not self._lost and (not prior.ends or prior.ends[-1] <= ready_s):
             start_s = self._others.place(ready_s, duration_s)
@@ -145,14 +147,14 @@ class Processors:
         return start_s, start_s + takes_s
 
     def note_collective(self, start_s: float, end_s: float, between_hosts: bool) -> None:
-        """Note that a collective takes multiprocessors; collectives over the same links take turns."""
+        """Make a collective take multiprocessors; collectives over the same links take turns."""
         if self._lost:
             self._collectives[between_hosts].place(start_s, end_s - start_s)
 
     def place_prior(self, ready_s: float, duration_s: float) -> float:
-        """Place a kernel with priority; return its start.
+        """Place a kernel with high priority; return its start.
 
-        Kernels that have been placed and aren't over by then end later.
+        Kernels placed earlier that haven't ended by then are delayed.
         """
         start_s = self._prior.place(ready_s, duration_s)
         self._others.delay(start_s, start_s + duration_s)
@@ -160,7 +162,7 @@ class Processors:
 
 
 def place_together(resources: Sequence[Resource], ready_s: float, duration_s: float) -> float:
-    """Occupy the first interval of ``duration_s`` that's free in all ``resources``; returns its start."""
+    """Occupy the first interval of ``duration_s`` free in all ``resources``; return its start."""
     start_s = ready_s
     while True:
         later_s = max(resource.free_from(start_s, duration_s) for resource in resources)
@@ -177,22 +179,22 @@ def place_together(resources: Sequence[Resource], ready_s: float, duration_s: fl
 
 @dataclass(eq=False, slots=True)
 class SimulatedStream:
-    """One stream, with the time at which it's free, and the work that's queued on it."""
+    """One stream, with the time from which it's free, and the work that's queued on it."""
 
     device: torch.device
     number: int
     compute: Processors  # shared by all streams of the device
-    has_priority: bool  # whether its kernels overtake those of others
+    has_priority: bool  # whether its kernels overtake those on other streams
     free_s: float = 0.0
     last_kernel: int | None = None  # its index in the simulator's trace
-    queue: "deque[QueuedWork]" = field(default_factory=deque)  # the first one is waiting
+    queue: "deque[QueuedWork]" = field(default_factory=deque)  # the first item is waiting
 
 
 class QueuedWork(NamedTuple):
-    """Work that is queued on several streams, and runs when it's first on all of them."""
+    """Work that's queued on one or more streams, and runs when it's first in all their queues."""
 
     streams: Sequence[SimulatedStream]
-    run: Callable[[], bool]  # returns False as long as it has to wait
+    run: Callable[[], bool]  # returns False while it has to wait
 
 
 class Queues:
@@ -219,11 +221,11 @@ class Queues:
             self._woken.extend(self._waiting.pop(event, ()))
 
     def wake_at(self, event: int, stream: SimulatedStream) -> None:
-        """Let the first item of a stream's queue wait for an event."""
+        """Make the first item in a stream's queue wait for an event."""
         self._waiting.setdefault(event, []).append(stream)
 
     def wake_later(self, stream: SimulatedStream) -> None:
-        """Note that the first item of a stream's queue can run now."""
+        """Note that the first item in a stream's queue can run now."""
         self._woken.append(stream)
 
     def enqueue(self, streams: Sequence[SimulatedStream], run: Callable[[], bool]) -> None:
@@ -235,7 +237,7 @@ class Queues:
             self._go_on(streams[0])
 
     def wake(self) -> bool:
-        """Resume the streams whose events have happened; returns whether there were any."""
+        """Resume the streams whose events have happened; return whether there were any."""
         some = bool(self._woken)
         while self._woken:
             self._go_on(self._woken.popleft())
@@ -276,7 +278,7 @@ class PendingCollective:
 
 
 class Rendezvous:
-    """The ranks that are simulated together, and the collectives in which some are waiting."""
+    """The ranks that are simulated together, and the collectives in which some of them wait."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = frozenset(ranks)
@@ -284,7 +286,7 @@ class Rendezvous:
         self._counts: Counter[Key] = Counter()
 
     def arrive(self, collective: PendingCollective) -> None:
-        """Note that a rank is ready. Once all are, the collective starts, and each side gets its times."""
+        """Note that a rank is ready; once all are, start the collective and set its times."""
         key = self._key(collective)
         sides = self._arrived.setdefault(key, [])
         if sides:
@@ -333,8 +335,8 @@ def _check_alike(one: PendingCollective, other: PendingCollective) -> None:
     same_size = first.size_bytes == second.size_bytes or first.name == "all_to_all"
     if not same_name or not same_size:
         raise ValueError(
-            f"ranks {one.simulator.rank} and {other.simulator.rank} meet in group {first.group!r} of "
-            f"ranks {list(first.ranks)} with different calls: {first.name} of "
+            f"ranks {one.simulator.rank} and {other.simulator.rank} make different calls in group "
+            f"{first.group!r}, which has ranks {list(first.ranks)}: {first.name} of "
             f"{first.size_bytes:,} bytes and {second.name} of {second.size_bytes:,} bytes. All "
             "ranks of a group must call the same collectives in the same order"
         )

@@ -1,4 +1,4 @@
-"""Turns steps into a timeline: with other costs (``replay``), or for several ranks (``joined``)."""
+"""Turns steps into a timeline: with other costs (``replay``) or for multiple ranks (``joined``)."""
 
 import gc
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,26 +32,28 @@ def rarely_collected() -> Iterator[None]:
 
 
 def simulate(programs: Sequence[Program]) -> Timeline:
-    """Return the timeline of one program, or of several ranks' programs together (see ``joined``)."""
+    """Return the timeline of one program, or of multiple ranks' programs (see ``joined``)."""
     return _alone(programs[0]) if len(programs) == 1 else _together(programs)
 
 
 def replay(timeline: Timeline, **changes: Any) -> Timeline:
     """Simulate the same operations again, with other costs.
 
-    ``changes`` are fields of CostModel by name, such as ``arithmetic_share=0.3``, ``link="PCIe 4"`` or
-    ``network="Ethernet 100"``; ``gpu``, a preset or a GPUSpec, sets another GPU, with its own link unless
-    one is given. Without changes, the new timeline is identical, bit for bit.
+    ``changes`` are fields of CostModel by name, such as ``arithmetic_share=0.3``, ``link="PCIe 4"``
+    or ``network="Ethernet 100"``; ``gpu``, a preset or a GPUSpec, switches to another GPU, and to
+    its link unless the link was chosen separately. Without changes, the new timeline is identical,
+    bit for bit.
 
-    Decisions that the program based on times (``stream.query()``) stay as recorded, and so do races, the
-    attention kernel chosen on the recorded GPU (an older GPU may only have a slower one), and which
-    operations were fused; for a program with fused operations, ``async_tp`` can be changed.
-    Raises ValueError for a timeline that wasn't recorded with ``record()``.
+    Some things stay as recorded: decisions that the program based on times (``stream.query()``),
+    races, the attention kernel chosen for the recorded GPU (an older GPU may only have a slower
+    one), and which operations were fused. If operations were fused, ``async_tp`` can be changed.
+    Raises ValueError for a timeline that wasn't recorded with ``record()``, and for a change of
+    ``fuses``.
     """
     if "fuses" in changes:
         raise ValueError(
-            "fusion is decided while a program runs, so replay() can't change it: call "
-            "record(fuses=...) once with and once without"
+            "fusion is decided while a program runs, so replay() can't change it: record the "
+            "program twice, once with record(fuses=True)"
         )
     if not timeline.programs:
         raise ValueError(
@@ -61,25 +63,28 @@ def replay(timeline: Timeline, **changes: Any) -> Timeline:
 
 
 def replay_beside(timeline: Timeline, others: Iterable[TraceEvent]) -> Timeline:
-    """Replay what one rank did while earlier collectives of its GPU are still running.
+    """Replay one rank's timeline while earlier collectives are still running on its GPU.
 
-    ``others`` are those collectives; their times are seconds since the start of the timeline, and can be
-    negative. Their device is ignored: they can come from the recording of an equivalent rank.
+    ``others`` are those collectives; their times are seconds since the start of the timeline, and
+    can be negative. Their device is ignored: they can come from the recording of an equivalent
+    rank.
     """
     (program,) = timeline.programs
     return _alone(program, others)
 
 
 def joined(timelines: Sequence[Timeline]) -> Timeline:
-    """Join the timelines of ranks that were recorded separately, including their waits for each other.
+    """Join timelines of ranks that were recorded separately, with their waits for each other.
 
-    Their clocks start together and synchronize at collectives and messages: each starts when all of its
-    recorded ranks are ready; ranks without a recording are assumed to be ready, too. So it's enough to
-    record one of several equivalent ranks, but a message needs both sender and receiver. The ranks
-    become the timeline's devices, in order of rank: ``timeline.ranks[k]`` is ``vgpu:k``.
+    The ranks' clocks start together and synchronize at collectives and messages: each of these
+    starts when all of its recorded ranks are ready, and ranks without a recording are assumed to be
+    ready, too. So it's enough to record one of several equivalent ranks, but a message needs both
+    sender and receiver. The ranks become the timeline's devices, in rank order:
+    ``timeline.ranks[k]`` is ``vgpu:k``.
 
-    Raises ValueError if there are no recordings, several of one rank, a message from or to a rank without
-    one, or calls that don't match. Raises Deadlock, which says which ranks wait for which.
+    Raises ValueError if there are no recordings, more than one of the same rank, a rank that used
+    multiple GPUs, a message from or to a rank without a recording, or calls that don't match.
+    Raises Deadlock, which says where each rank waits, if no rank can continue.
     """
     return _together([program for timeline in timelines for program in timeline.programs])
 
@@ -107,7 +112,7 @@ def _timeline(programs: Sequence[Program], count: int) -> Timeline:
     )
 
 
-# Several ranks
+# Multiple ranks
 
 
 @rarely_collected()
@@ -138,8 +143,8 @@ def _together(programs: Sequence[Program]) -> Timeline:
 def _run_all(runs: dict[Simulator, Iterator[None]]) -> None:
     """Simulate each rank until it has to wait for another, then switch to the next.
 
-    If all ranks reach their collectives in the same order, each rank's steps are simulated in the same
-    order as if it were alone. Otherwise, one rank's host runs ahead and launches more.
+    If all ranks reach their collectives in the same order, each rank's steps are simulated in the
+    same order as if it were alone. Otherwise, one rank's host runs ahead and launches more.
     """
     going = dict(runs)
     while able := [simulator for simulator in going if not simulator.host_waits]:
@@ -170,8 +175,8 @@ def _named(collective: PendingCollective) -> str:
     step = collective.step
     where = f" in {step.by.module}" if step.by.module else ""
     if step.is_message:
-        way = "send to" if step.name == "send" else "recv from"
-        return f"{way} rank {collective.peers[0]} of {step.size_bytes:,} bytes{where}"
+        way = "to" if step.name == "send" else "from"
+        return f"{step.name} of {step.size_bytes:,} bytes {way} rank {collective.peers[0]}{where}"
     return f"{step.name} of {step.size_bytes:,} bytes among ranks {list(step.ranks)}{where}"
 
 
@@ -182,20 +187,20 @@ def _check(programs: Sequence[Program]) -> None:
     if len(set(ranks)) < len(ranks):
         twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
         raise ValueError(
-            f"there are several recordings of rank {twice[0]}: join one per rank (got ranks {ranks})"
+            f"there are multiple recordings of rank {twice[0]}: join one per rank (got {ranks})"
         )
     for program in programs:
         used = {step.gpu for step in program.steps if isinstance(step, BeginStream)}
         if len(used) > 1:
             raise ValueError(
-                f"rank {program.rank} used {len(used)} GPUs in its recording; joined ranks have "
-                "one each"
+                f"rank {program.rank} used {len(used)} GPUs in its recording, but joined ranks "
+                "must use one each"
             )
         for step in program.steps:
             if isinstance(step, GroupCollective) and step.is_message:
                 lonely = [rank for rank in step.ranks if rank not in ranks]
                 if lonely and len(programs) > 1:
                     raise ValueError(
-                        f"rank {program.rank} calls {step.name} with rank {lonely[0]}, which has no "
-                        f"recording: join it, too (joined ranks: {ranks})"
+                        f"rank {program.rank} calls {step.name} with rank {lonely[0]}, which has "
+                        f"no recording: join one of that rank, too (joined ranks: {ranks})"
                     )

@@ -1,16 +1,18 @@
 """Simulates one process: what its threads and streams do, and when.
 
-The host needs a few microseconds to launch an operation. The operation starts on its stream when the
-host has launched it, the stream is free, and the events it waits for have happened. A copy between GPUs
-occupies the current streams of both. A host that reads a value waits for it.
+The host needs a few microseconds to launch an operation. The operation starts on its stream when
+the host has launched it, the stream is free, and the events it waits for have happened. A copy
+between GPUs occupies the current streams of both. A host that reads a value waits for it.
 
-A kernel on a stream with priority overtakes others (resources.py). The kernels that it delays may already
-have been simulated, since they were launched before. Then the last of them ends later by that delay, and
-kernels launched from then on start after it; what has already waited for one of them keeps its times.
+A kernel on a high-priority stream overtakes others (resources.py). It may delay kernels that were
+launched earlier and have already been simulated. If so, the last of them ends later by that delay,
+and kernels launched from then on start after it; work that has already waited for one of them keeps
+its times.
 
-Simulated alone, a rank never waits for others: they're assumed to be ready whenever it is. Simulated
-together with others (simulate.py), an event may not have happened yet. Then later work on its stream is
-queued, and the host continues until it needs the event itself.
+When simulated alone, a rank never waits for others: they're assumed to be ready whenever it is.
+When it's simulated together with others (simulate.py), an event that a stream waits for may not
+have happened yet. The stream's later work is then queued, and the host continues until it needs the
+event itself.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -71,7 +73,8 @@ class Simulator(Queues):
     ) -> None:
         """``rendezvous`` is where ranks wait for each other; by default, this rank is alone.
 
-        In a timeline of several ranks, ``position`` is the number of this rank's only GPU and of its host.
+        In a timeline of multiple ranks, ``position`` is the index of this rank's only GPU, and of
+        its host.
         """
         super().__init__()
         self.costs = costs
@@ -86,7 +89,8 @@ class Simulator(Queues):
         self._awaited: int | None = None  # the event for which the host waits
         self._processors: dict[int, Processors] = {}
         self._links: dict[tuple[int | None, ...], Resource] = {}
-        # The keys are a GPU, whether the wire leads to other hosts, and the direction as seen from the GPU.
+        # Keys hold a GPU, whether the wire leads to other hosts, and the direction as seen from the
+        # GPU.
         self._wires: dict[tuple[int, bool, str], Resource] = {}
         self._durations_s: dict[Workload, float] = {}
         self._handlers: dict[type, Callable[..., object]] = {
@@ -137,7 +141,7 @@ class Simulator(Queues):
         return host_s, max([host_s, *(stream.free_s for stream in self.streams)])
 
     def occupy(self, others: Iterable[TraceEvent], gpu: int) -> None:
-        """Let collectives from before the program occupy the wires and multiprocessors of a GPU."""
+        """Make collectives from before the program occupy a GPU's wires and multiprocessors."""
         for event in sorted(others, key=lambda event: event.start_s):
             start_s = max(0.0, event.start_s)
             for wire in self.wires(gpu, event):
@@ -275,7 +279,7 @@ class Simulator(Queues):
         return True
 
     def _overtake(self, stream: SimulatedStream, ready_s: float, duration_s: float) -> float:
-        """Run a kernel ahead of those on streams without priority; return its start."""
+        """Run a kernel ahead of those on streams without high priority; return its start."""
         compute = stream.compute
         busy_until_s = compute.busy_until_s
         start_s = compute.place_prior(ready_s, duration_s)
@@ -312,7 +316,7 @@ class Simulator(Queues):
     def _transfer(
         self, streams: Sequence[SimulatedStream], traced: TraceEvent, link: Resource | None = None
     ) -> None:
-        """Occupy all of the streams, and the link; ``traced`` starts at 0 and ends after the duration."""
+        """Occupy the streams and the link; ``traced`` starts at 0 and ends after the duration."""
         event, duration_s = self.begin_event(), traced.end_s
 
         def run() -> bool:
@@ -355,7 +359,7 @@ class Simulator(Queues):
         return collective.has_ended
 
     def wires(self, gpu: int, step: GroupCollective | TraceEvent) -> list[Resource]:
-        """Return the wires that a collective occupies: this GPU's outgoing or incoming link, or both."""
+        """Return the wires that a collective occupies on a GPU: outgoing, incoming, or both."""
         between = self._is_between_hosts(step.ranks)
         ways = {"send": ("out",), "recv": ("in",)}.get(step.name, ("out", "in"))
         return [self._wires.setdefault((gpu, between, way), Resource()) for way in ways]
@@ -379,7 +383,7 @@ class Simulator(Queues):
         self._finish([stream], traced, collective.event)
 
     def _take_processors(self, compute: Processors, traced: TraceEvent) -> None:
-        """Let a collective take multiprocessors from concurrent kernels."""
+        """Make a collective take multiprocessors from concurrent kernels."""
         if traced.name not in ("send", "recv", "permute"):  # copy engines do those
             between = self._is_between_hosts(traced.ranks)
             compute.note_collective(max(0.0, traced.start_s), traced.end_s, between)

@@ -1,10 +1,10 @@
-"""The steps of a recorded program, without times: the input of the simulation.
+"""The steps of a recorded program, without times: the input to the simulation.
 
-A program is a list of steps. Threads, streams and events are numbered in the order in which steps create
-them: ``BeginThread`` creates a thread of the host, ``BeginStream`` a stream, and each kernel, copy,
-collective, deferred operation or recorded event creates an event, which happens when it has finished.
-Nothing here depends on the GPU or the network, so the same program can be simulated on others
-(simulate.py). For compiled code, compiler_passes.py replaces steps by others.
+A program is a list of steps. Threads, streams and events are numbered in the order in which steps
+create them: ``BeginThread`` creates a thread of the host, ``BeginStream`` a stream, and each
+kernel, copy, collective, deferred operation or recorded event creates an event, which happens when
+it has finished. Nothing here depends on the GPU or the network, so the same program can be
+simulated on others (simulate.py). For compiled code, compiler_passes.py replaces steps with others.
 """
 
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ class Issuer(NamedTuple):
 
     thread: int
     module: str  # "layer1.0.conv1"; empty outside every module
-    backward: bool  # whether autograd's engine asked for it
+    backward: bool  # whether the autograd engine launches it
 
 
 class Factors(NamedTuple):
-    """The factors of a matmul whose left factor is stored in row-major order."""
+    """The operands of a matmul whose left operand is stored in row-major order."""
 
     left: int | None  # the event that wrote it; None if that was before the recording
     left_bytes: int
@@ -33,7 +33,7 @@ class Operands(NamedTuple):
     """What an operation reads, which is only known if operations are fused."""
 
     writers: tuple[int, ...] = ()  # the events that wrote its inputs
-    moves: bool = False  # whether the operation only reorders it
+    moves: bool = False  # whether the operation only reorders its input
     factors: Factors | None = None
 
 
@@ -45,7 +45,7 @@ class BeginThread(NamedTuple):
 
     number: int  # its row in a trace
     parent: int | None
-    sharing: int  # how many threads share an interpreter; 0 for the autograd engine's, in C++
+    sharing: int  # how many threads share an interpreter; 0 for the autograd engine's C++ threads
 
 
 class JoinThreads(NamedTuple):
@@ -81,7 +81,7 @@ class BeginStream(NamedTuple):
 
     gpu: int
     number: int
-    priority: int = 0  # below 0 its kernels overtake those of other streams
+    priority: int = 0  # if negative, its kernels overtake those on other streams
 
 
 class Kernel(NamedTuple):
@@ -95,7 +95,7 @@ class Kernel(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A copy is launched; source or target is None on the host's side."""
+    """A copy is launched; its source or target is None if it's on the host."""
 
     by: Issuer
     size_bytes: int
@@ -109,7 +109,7 @@ class Copy(NamedTuple):
 
 
 class LocalCollective(NamedTuple):
-    """One thread launches a collective among several GPUs of its process."""
+    """One thread launches a collective among multiple GPUs of its process."""
 
     name: str
     by: Issuer
@@ -120,7 +120,7 @@ class LocalCollective(NamedTuple):
 class Elements(NamedTuple):
     """What a rank passes to a collective and gets from it, as counted by Kineto."""
 
-    dtype: str = ""  # as C++ writes it: "BFloat16"
+    dtype: str = ""  # as in C++: "BFloat16"
     sent: int = 0
     received: int = 0
 
@@ -132,7 +132,7 @@ class GroupCollective(NamedTuple):
     by: Issuer
     stream: int
     size_bytes: int
-    ranks: tuple[int, ...]  # of a message: this rank, and the one at its other end
+    ranks: tuple[int, ...]  # for a message: this rank and its peer
     group: str
     issued_on: int  # the current stream, for which the group's stream waits
     operands: Operands = UNKNOWN_OPERANDS
@@ -146,7 +146,7 @@ class GroupCollective(NamedTuple):
 class RecordEvent(NamedTuple):
     """An event that happens once everything enqueued on a stream has finished.
 
-    If a thread is given, it doesn't happen before that thread gets here.
+    If ``thread`` isn't None, the event doesn't happen before that thread reaches this step.
     """
 
     stream: int
@@ -205,7 +205,7 @@ class NeedResults(NamedTuple):
 
 
 class GraphBreak(NamedTuple):
-    """A compiled program ends, and what's deferred on a stream, or on all if None, is launched."""
+    """A compiled program ends: what's deferred on ``stream``, or on all if None, is launched."""
 
     stream: int | None
     by: Issuer
@@ -246,7 +246,7 @@ class Program:
     gpu: int  # the index of the current GPU when the recording started
     gpus: int  # how many GPUs the process had
     steps: list[ProgramStep] = field(default_factory=list)
-    # Each race with the index of its GPU in place of the device: devices don't leave a process.
+    # Each race with the index of its GPU, which replaces its device: devices can't leave a process.
     races: list[tuple[int, Any]] = field(default_factory=list)
-    # Events of operations that only reorder what they read, and whose results outlive the recording.
+    # Events of operations that only reorder their input and whose results outlive the recording.
     kept: frozenset[int] = frozenset()

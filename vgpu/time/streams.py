@@ -1,8 +1,8 @@
 """``torch.vgpu.Stream`` and ``torch.vgpu.Event``.
 
-An operation has finished when its call returns, so waiting takes no real time. These classes only track
-each thread's current streams, and when an event was recorded: by the host's clock or, in a recording, in
-virtual time.
+An operation has finished when its call returns, so waiting takes no real time. These classes only
+track each thread's current streams, and when an event was recorded: by the host's clock or, in a
+recording, in virtual time.
 """
 
 import itertools
@@ -44,7 +44,7 @@ class Stream(torch.Stream):
 
     @property
     def priority(self) -> int:
-        """The priority: 0, or negative if the stream's kernels overtake those of others, as in CUDA."""
+        """The priority: 0, or negative if kernels overtake those on other streams, as in CUDA."""
         return gpus.stream_priorities.get(self.stream_id, 0)
 
     def query(self) -> bool:
@@ -65,7 +65,7 @@ class Stream(torch.Stream):
             program.wait_event(_recorded(self, program), getattr(event, "_recorded", None))
 
     def wait_stream(self, stream: torch.Stream) -> None:
-        """Make future work submitted to this stream wait for all work submitted to ``stream`` so far."""
+        """Make future work submitted to this stream wait for all current work of ``stream``."""
         program = _program()
         if program is not None:
             program.wait_stream(_recorded(self, program), _recorded(stream, program))
@@ -96,7 +96,7 @@ class Event(torch.Event):
     """An event of a stream; with ``enable_timing``, its time can be queried."""
 
     _enable_timing: bool
-    _host_time_s: float | None  # if it was recorded outside of a recording
+    _host_time_s: float | None  # if it was recorded outside a recording
     _recorded: RecordedEvent | None  # if it was recorded in one
 
     def __new__(
@@ -123,7 +123,7 @@ class Event(torch.Event):
         return program is None or program.query_event(self._recorded)
 
     def wait(self, stream: torch.Stream | None = None) -> None:
-        """Make future work submitted to ``stream``, or to the current stream, wait for the event."""
+        """Make future work on ``stream``, by default the current one, wait for the event."""
         program = _program()
         if program is not None:
             waiting = _recorded(current_stream() if stream is None else stream, program)
@@ -136,7 +136,7 @@ class Event(torch.Event):
             program.host_waits_for_event(self._recorded)
 
     def elapsed_time(self, end_event: "Event") -> float:  # type: ignore[override]
-        """Return the milliseconds between two events, in virtual time if they belong to a recording."""
+        """Return the milliseconds between two events, in virtual time if recorded in it."""
         if not (self._enable_timing and end_event._enable_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if not (self._is_recorded and end_event._is_recorded):
@@ -156,7 +156,7 @@ class Event(torch.Event):
 
     @property
     def _recording(self) -> object:
-        """Identifies the recording in whose virtual time the event happened; None for the host's time."""
+        """The recording in whose virtual time the event was recorded; None for the host's clock."""
         return None if self._recorded is None else self._recorded.recording
 
     def _time_s(self) -> float:
@@ -214,12 +214,12 @@ def make_stream(*args: Any, **kwargs: Any) -> torch.Stream:
 
 
 def make_event(device: Any = None, **options: Any) -> torch.Event:
-    """Create what ``torch.Event(device, enable_timing=...)`` returns while virtual GPUs are enabled."""
+    """Create what ``torch.Event(device, ...)`` returns while virtual GPUs are enabled."""
     return Event(**options) if _is_virtual(device) else _PlainEvent(device, **options)
 
 
 def _is_virtual(device: Any) -> bool:
-    """Whether a device is a virtual GPU; no device, or a number, means the accelerator, which is one."""
+    """Whether a device is a virtual GPU; None or an index means the accelerator, which is one."""
     if device is None or isinstance(device, int):
         return True
     return gpus.resolve(torch.device(device)) is not None

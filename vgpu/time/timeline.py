@@ -21,7 +21,7 @@ class TraceEvent(NamedTuple):
     Times are seconds since the recording began.
     """
 
-    name: str  # the operation, as PyTorch calls it: "convolution", "copy"
+    name: str  # PyTorch's name for the operation, such as "convolution" or "copy"
     kind: str  # "kernel", "copy", "collective" or "wait"
     device: torch.device  # where it ran; the CPU for a wait
     stream: int  # 0 is the default stream; for a wait, the host's thread
@@ -29,12 +29,12 @@ class TraceEvent(NamedTuple):
     end_s: float
     launch_s: float  # when the host finished launching it
     module: str = ""  # "layer1.0.conv1"; empty outside every module
-    backward: bool = False  # whether autograd's engine asked for it
+    backward: bool = False  # whether the autograd engine launched it
     flop: int = 0
     size_bytes: int = 0  # what it reads and writes; for a copy, what it moves
     source: torch.device | None = None  # of a copy
     target: torch.device | None = None
-    # For a collective of a process group, its ranks, the link or network it uses, when this rank was
+    # For a process group's collective: its ranks, the link or network it uses, when this rank was
     # ready (the collective starts when all ranks are), and the group.
     ranks: tuple[int, ...] = ()
     link: str = ""
@@ -42,7 +42,7 @@ class TraceEvent(NamedTuple):
     group: str = ""
     elements: Elements = Elements()
     thread: int = 0  # the host thread that launched it
-    launching_s: float = 0.0  # how long that took
+    launching_s: float = 0.0  # how long the launch took
 
     @property
     def duration_s(self) -> float:
@@ -60,7 +60,7 @@ class TraceEvent(NamedTuple):
 
 
 class HostRange(NamedTuple):
-    """A range of time of one host thread: a block of ``record_function``, or ``vgpu.spend``."""
+    """A time range on one host thread: a block of ``record_function``, or ``vgpu.spend``."""
 
     name: str
     kind: str  # "range" or "work"
@@ -95,16 +95,16 @@ class Race:
 class FreedInUse(Race):
     """Memory of ``operation`` is freed while another stream may still use it.
 
-    The caching allocator reuses the memory on ``stream``, where it was allocated, and only knows about
-    other streams from ``record_stream``.
+    The caching allocator reuses the memory on ``stream``, where it was allocated, and only knows
+    about other streams from ``record_stream``.
     """
 
     def __str__(self) -> str:
         return (
             f"memory of {self.operation} on stream {self.stream} of {self.device} is freed while "
             f"{self.other_operation} on stream {self.other_stream} may still use it: call "
-            f"tensor.record_stream with stream {self.other_stream}, or let stream {self.stream} "
-            f"wait for that stream, before the tensor goes"
+            f"tensor.record_stream with stream {self.other_stream}, or make stream {self.stream} "
+            f"wait for that stream, before the tensor is freed"
         )
 
 
@@ -112,23 +112,23 @@ class FreedInUse(Race):
 class Timeline:
     """What ``record()`` recorded; complete at the end of its block."""
 
-    gpu: str  # the model of GPU whose datasheet determined the times
+    gpu: str  # the GPU model whose datasheet determined the times
     devices: list[torch.device]
-    events: list[TraceEvent] = field(default_factory=list)  # by start, device, stream
+    events: list[TraceEvent] = field(default_factory=list)  # sorted by start, device and stream
     races: list[Race] = field(default_factory=list)
     makespan_s: float = 0.0  # until host, kernels and copies have all finished
-    host_s: float = 0.0  # until the host has finished; what a clock without synchronize measures
-    # For joined ranks, the rank of each of the devices; for a single rank, one number.
+    host_s: float = 0.0  # until the host has finished; what a timer without synchronize measures
+    # For joined ranks, the rank of each device; for a single rank, just that rank.
     ranks: list[int] = field(default_factory=lambda: [0])
     programs: tuple[Program, ...] = field(default=(), repr=False)  # what replay() simulates again
-    host_ranges: list[HostRange] = field(default_factory=list)  # by their end
+    host_ranges: list[HostRange] = field(default_factory=list)  # sorted by end on each thread
 
     def busy_s(self, device: torch.device | str) -> float:
-        """Return the seconds during which at least one kernel ran on ``device``; copies don't count."""
+        """Return the seconds in which at least one kernel ran on ``device``; copies don't count."""
         return covered_s(e for e in self.of(device) if e.kind == "kernel")
 
     def copying_s(self, device: torch.device | str) -> float:
-        """Return the seconds during which ``device`` sent or received data in copies or collectives."""
+        """Return the seconds in which ``device`` sent or received data in copies or collectives."""
         return covered_s(e for e in self.of(device) if e.kind in ("copy", "collective"))
 
     def utilization(self, device: torch.device | str) -> float:
@@ -151,9 +151,9 @@ class Timeline:
     def to_chrome_trace(self, path: str | Path, rank: int | None = None) -> None:
         """Write JSON in the format of ``torch.profiler`` (Kineto's), with virtual times.
 
-        https://ui.perfetto.dev opens it, and so does Holistic Trace Analysis, which expects one file per
-        rank. ``rank`` is the rank to write; by default, all of them are written. Raises ValueError for a
-        rank that isn't in the timeline.
+        https://ui.perfetto.dev opens it, and so does Holistic Trace Analysis, which expects one
+        file per rank. ``rank`` is the rank to write; by default, all of them are written. Raises
+        ValueError for a rank that isn't in the timeline.
         """
         if rank is not None and rank not in self.ranks:
             raise ValueError(
@@ -185,7 +185,7 @@ def covered_s(events: Iterable[TraceEvent]) -> float:
 
 
 def union_s(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals, each of which is a start and an end."""
+    """Return the length of the union of intervals, each of which is (start, end)."""
     total_s, until_s = 0.0, float("-inf")
     for start_s, end_s in sorted(intervals):
         if end_s > until_s:

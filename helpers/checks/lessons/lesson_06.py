@@ -209,7 +209,7 @@ def find_the_rank_that_hangs(never_came: Any) -> dict[str, Any]:
     given = "train_until with some_losses and the limit 0.3"
     hint = (
         "Run train_until with a short timeout_s: the last line of the message says which rank "
-        "never came."
+        "never arrived."
     )
     if isinstance(never_came, bool) or not isinstance(never_came, int):
         expected = "a rank: an int, counted from 0"

@@ -1,4 +1,4 @@
-"""Checks of lesson 07: answers run under DistributedDataParallel on real ranks."""
+"""Checks for lesson 07: run answers under DistributedDataParallel on real ranks."""
 
 import random
 from collections.abc import Callable
@@ -22,11 +22,11 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
     for ranks in (2, 3):
         x, y = torch.randn(3, 6, 4), torch.randn(3, 6, 1)  # (steps, batch, features)
 
-        # Inside the check, so that it's pickled by value: the ranks needn't import the checks.
+        # Nested, so that it's pickled by value: the ranks needn't import the checks.
         def steps_of(
             rank: int, world_size: int, x: torch.Tensor, y: torch.Tensor, wrap: Any
         ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            """The tensors at the start, and the parameters after each step."""
+            """Return the tensors at the start, and the parameters after each step."""
             torch.manual_seed(rank)
             module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
             module.register_buffer("scale", torch.rand(1) + 0.5)
@@ -34,7 +34,7 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
             module.to(own_gpu())
             wrapped = wrap(module) if wrap else module
             if not isinstance(wrapped, nn.Module):
-                raise TypeError(f"HandmadeDDP returned {wrapped!r}; it must be a module")
+                raise TypeError(f"HandmadeDDP returned {wrapped!r}; it must return a module")
             if isinstance(wrapped, DistributedDataParallel):
                 raise TypeError(
                     "HandmadeDDP is PyTorch's own DDP; write yours from broadcast and all_reduce"
@@ -66,12 +66,12 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
             for name, mine, theirs in zip(names, start, single, strict=True):
                 if not torch.equal(mine, theirs):
                     raise Wrong(
-                        yours=f"{name} that is rank {rank}'s own",
-                        expected="rank 0's, on every rank",
+                        yours=f"{name}: rank {rank} has its own value",
+                        expected="rank 0's value, on every rank",
                         given=f"right after wrapping, {given}",
-                        hint="A state_dict leaves out what isn't saved: module.buffers() lists all buffers."
+                        hint="A state_dict omits non-persistent buffers; module.buffers() doesn't."
                         if name == unsaved
-                        else "Send parameters and buffers from rank 0 when the wrapper is made.",
+                        else "Broadcast parameters and buffers from rank 0 while wrapping.",
                     )
         for rank, ((_, after), calls) in enumerate(results):
             where = f"rank {rank}; {given}"
@@ -87,7 +87,7 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
                     yours=f"{reduces} calls to all_reduce in 3 steps",
                     expected="12: one per backward for each of the 4 parameters",
                     given=where,
-                    hint="Register one hook for each parameter, once.",
+                    hint="Register one hook for each parameter, and do it only once.",
                 )
     return {
         "largest difference from one process": f"{largest:.1e}, on 2 and 3 ranks, in 3 steps",
@@ -96,14 +96,14 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
 
 
 def _hint_for_steps(mine: torch.Tensor, theirs: torch.Tensor, start: torch.Tensor) -> str:
-    """A hint from the first step's update: is it a multiple of the right one?"""
+    """Return a hint based on the first step's update, which may be a multiple of the right one."""
     moved, right = mine - start, theirs - start
     scale = (moved @ right / (right @ right)).item()
     if torch.allclose(moved, right * round(scale), rtol=1e-3, atol=1e-6) and round(scale) > 1:
         return f"Each step is {round(scale)} times too large: divide the sum by the world size."
     if torch.equal(mine, start):
-        return "Nothing moved: are the gradients still there when the optimizer steps?"
-    return "Each rank must step with the average of all ranks' gradients."
+        return "No parameter changed: are the gradients still there when the optimizer steps?"
+    return "Each rank must step with the gradients averaged across all ranks."
 
 
 @exercise("7.2", "Sum or average")
@@ -113,7 +113,7 @@ def sum_or_average(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, 
         x, y = torch.randn(total, 3), torch.randn(total)
         weight = torch.randn(1, 3)
 
-        # Inside the check, so that it's pickled by value: the ranks needn't import the checks.
+        # Nested, so that it's pickled by value: the ranks needn't import the checks.
         def gradient(
             rank: int,
             world_size: int,
@@ -145,7 +145,7 @@ def sum_or_average(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, 
         usual = {
             "The mean over this rank's samples gives a rank with few samples as much weight as one "
             "with many.": means.mean(0),
-            "That is the usual mistake: a mean over this rank's samples must not be multiplied by "
+            "That's the usual mistake: a mean over this rank's samples must not be multiplied by "
             "the world size, because DDP has already averaged.": means.sum(0),
             "These are sums: nothing has been divided by the number of samples.": single.sum(0)
             / ranks,
@@ -154,7 +154,7 @@ def sum_or_average(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, 
             "factor.": expected[0] / ranks,
         }
         for yours in on_ranks(run_counted, ranks, x, y, weight, sizes, given=given, gpu=GPU):
-            hint = "Compare with (sum of all losses on all ranks) / (number of all samples)."
+            hint = "Compare with (sum of all losses on all ranks) / (total number of samples)."
             for reason, wrong in usual.items():
                 if torch.allclose(yours[0], wrong, rtol=1e-4, atol=1e-6):
                     hint = reason
@@ -176,15 +176,17 @@ def validation_sampler(answer: Callable[..., Any]) -> dict[str, Any]:
         given = f"{length} samples on {ranks} ranks"
         with for_input(given):
             samplers = [answer(data, num_replicas=ranks, rank=rank) for rank in range(ranks)]
-            # An iteration that never ends must not hang the notebook.
+            # Cut off an endless iterator, which would hang the notebook.
             parts = [list(islice(sampler, 2 * length)) for sampler in samplers]
             sizes = _judge_parts(parts, data)
-            hint = "len(sampler) is the number of samples of this rank; a DataLoader asks for it."
+            hint = "len(sampler) is the number of samples on this rank; a DataLoader needs it."
             lengths = [len(sampler) for sampler in samplers]
             expect_equal(lengths, sizes, given=f"the lengths, {given}", hint=hint)
             again = [sorted(sampler) for sampler in samplers]
             walked = [sorted(part) for part in parts]
-            hint = "A sampler is iterated once per epoch: __iter__ must start over."
+            hint = (
+                "A DataLoader iterates over the sampler in every epoch: __iter__ must start over."
+            )
             expect_equal(again, walked, given=f"a second epoch, {given}", hint=hint)
             loader: DataLoader[int] = DataLoader(
                 data,  # type: ignore[arg-type]
@@ -200,42 +202,41 @@ def validation_sampler(answer: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _judge_parts(parts: list[list[int]], data: list[int]) -> list[int]:
-    """The sizes of the ranks' parts; raises Wrong unless each sample is in exactly one, and parts
-    are even.
-    """
+    """Return the parts' sizes; raise Wrong unless they're even and cover each sample once."""
     dealt = [index for part in parts for index in part]
     twice = sorted({index for index in dealt if dealt.count(index) > 1})
     if twice:
         hint = f"Padding repeats samples {twice}: they would be counted twice."
         raise Wrong(yours=parts, expected="no sample twice", hint=hint)
     if sorted(dealt) != data:
-        hint = "Some samples go to no rank, or don't exist."
+        hint = "Some samples are assigned to no rank, or some indices don't exist."
         raise Wrong(yours=parts, expected=f"every sample from 0 to {len(data) - 1}", hint=hint)
     sizes = [len(part) for part in parts]
     if max(sizes) - min(sizes) > 1:
         raise Wrong(
             yours=f"parts of {sizes}",
             expected="sizes that differ by at most 1",
-            hint="The slowest rank sets the pace: the parts should be as equal as possible.",
+            hint="The slowest rank sets the pace: split the samples as evenly as possible.",
         )
     return sizes
 
 
-@exercise("7.4", "Accumulate, and send once")
+@exercise("7.4", "Accumulate, and reduce once")
 def accumulate_and_send_once(
     answer: Callable[[DistributedDataParallel, list[tuple[torch.Tensor, torch.Tensor]]], None],
 ) -> dict[str, Any]:
     for count in (2, random.randint(3, 5)):
         ranks, size = 2, random.randint(2, 4)
-        # Two accumulations: the second shows what the first left behind.
+        # Two accumulations, because the first may leave something behind.
         x = torch.randn(2, ranks, count, size, 6)
         y = torch.randn(2, ranks, count, size, 1)
 
         def accumulate_twice(
             rank: int, world_size: int, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor
         ) -> tuple[list[torch.Tensor], list[int], int, int]:
-            """Gradients and bytes sent after each accumulation; the largest forward, in samples; the
-            most graphs of earlier forwards that there were at one."""
+            """Return the gradients and bytes sent for each accumulation, the largest forward in
+            samples, and the most graphs of earlier forwards alive during one.
+            """
             model = WatchedLinear(6, 1, bias=False)
             model.weight.data.copy_(weight)
             parallel = DistributedDataParallel(model.to(own_gpu()))
@@ -247,9 +248,7 @@ def accumulate_and_send_once(
                 parts = (part[turn, rank].to(own_gpu()) for part in (x, y))
                 answer(parallel, list(zip(*parts, strict=True)))
                 if model.weight.grad is None:
-                    raise ValueError(
-                        "accumulate left no gradient: backward wasn't called on anything"
-                    )
+                    raise ValueError("accumulate left no gradient: it never called backward()")
                 gradients.append(model.weight.grad.cpu())
                 bytes_sent.append(sum(sent))
                 sent.clear()
@@ -268,8 +267,8 @@ def accumulate_and_send_once(
     once = results[0][0][0].nbytes
     return {
         "given": given,
-        "your bytes": f"{results[0][1][0]}, one whole gradient",
-        "if sent after each micro-batch": f"{count * once}",
+        "your bytes": f"{results[0][1][0]}, one complete gradient",
+        "with an all-reduce after each micro-batch": f"{count * once}",
     }
 
 
@@ -281,34 +280,34 @@ def _judge(
     sent_bytes: int,
     given: str,
 ) -> None:
-    """One rank's gradient and bytes after one accumulation of ``count`` micro-batches."""
+    """Judge one rank's gradient and bytes after one accumulation of ``count`` micro-batches."""
     once = gradient.nbytes
     right = torch.allclose(gradient, expected, rtol=1e-4, atol=1e-6)
     if sent_bytes == 0:
-        alone = "Each rank keeps its own gradient. Let DDP send in the last backward."
+        alone = "Each rank keeps its own gradient. Let DDP reduce it in the last backward."
         by_hand = (
-            "The gradient is right, but you sent it, not DDP. Let DDP's last backward send it: it "
+            "The gradient is right, but you reduced it, not DDP. Let DDP do it in the last "
+            "backward: it reduces in buckets, while backward is still running."
         )
-        by_hand += "sends in buckets, while backward still runs."
         raise Wrong(
-            yours="DDP sent nothing",
-            expected=f"{once} bytes, one whole gradient",
+            yours="DDP reduced nothing",
+            expected=f"{once} bytes, one complete gradient",
             given=given,
             hint=by_hand if right else alone,
         )
-    hint = "Compare with the mean over all micro-batches of all ranks."
+    hint = "Compare with the mean over all micro-batches on all ranks."
     if torch.allclose(gradient, count * expected, rtol=1e-4, atol=1e-6):
         hint = (
             f"This is {count} times too large: the mean over {count} micro-batches divides by it."
         )
     elif torch.allclose(2 * gradient, expected, rtol=1e-4, atol=1e-6):
-        hint = "This is half of it, on 2 ranks: DDP already divides by their number."
+        hint = "This is half the right gradient, on 2 ranks: DDP already divides by their number."
     expect_close(gradient, expected, given=f"rank {rank}, {given}", hint=hint, rtol=1e-4, atol=1e-6)
     if sent_bytes > once:
         raise Wrong(
-            yours=f"{sent_bytes} bytes sent",
-            expected=f"{once} bytes, one whole gradient",
+            yours=f"{sent_bytes} bytes reduced",
+            expected=f"{once} bytes, one complete gradient",
             given=given,
-            hint="DDP sent after more than one micro-batch. The forward decides whether to send: it "
-            "belongs inside no_sync(), too.",
+            hint="DDP reduced after more than one micro-batch. The forward decides whether it "
+            "does: it belongs inside no_sync(), too.",
         )

@@ -1,4 +1,4 @@
-"""Checks of lesson 08: more than two stages, where labels go, where to cut a network, and chance."""
+"""Checks for lesson 08: stages on several GPUs, labels, where to cut a network, and timings."""
 
 import copy
 import random
@@ -30,7 +30,7 @@ from vgpu.units import format_bytes
 
 
 class Network(NamedTuple):
-    """Widths, the layers, a batch, and for each cut the measured peak of the fuller GPU."""
+    """Layer widths, the layers, a batch, and the fuller GPU's measured peak for each cut."""
 
     widths: list[int]
     layers: list[nn.Module]
@@ -49,14 +49,14 @@ def _layers(widths: Sequence[int]) -> list[nn.Module]:
 def _train_step(
     layers: Sequence[nn.Module], cut: int, batch: torch.Tensor, gpus: Sequence[torch.device]
 ) -> None:
-    """Forward and backward, the first ``cut`` layers on the first GPU and the rest on the second."""
+    """Run forward and backward, with the first ``cut`` layers on ``gpus[0]``."""
     first = nn.Sequential(*copy.deepcopy(layers[:cut])).to(gpus[0])
     second = nn.Sequential(*copy.deepcopy(layers[cut:])).to(gpus[1])
     second(first(batch.to(gpus[0])).to(gpus[1])).sum().backward()
 
 
 def _fullest(layers: Sequence[nn.Module], batch: torch.Tensor) -> dict[int, int]:
-    """Cut -> the peak of the fuller GPU, in bytes."""
+    """Return the fuller GPU's peak in bytes for each cut."""
     gpus, peaks = devices.lab(2), {}
     for cut in range(1, len(layers)):
         step = partial(_train_step, layers, cut, batch, gpus)
@@ -65,16 +65,20 @@ def _fullest(layers: Sequence[nn.Module], batch: torch.Tensor) -> dict[int, int]
 
 
 def _even(sizes: Sequence[int]) -> int:
-    """The cut of a list of sizes at which the larger side is smallest."""
+    """Return the cut that makes the larger of the two sides' total sizes smallest."""
     return min(range(1, len(sizes)), key=lambda k: max(sum(sizes[:k]), sum(sizes[k:])))
 
 
 def _rules(widths: Sequence[int]) -> dict[str, int]:
-    """The cuts of some rules that consider only half of the problem."""
+    """Return the cuts chosen by rules that consider only half of the problem."""
     return {
-        "It puts equally many layers on each GPU, but layers differ in size.": (len(widths) - 1)
+        "It puts the same number of layers on each GPU, but layers differ in size.": (
+            len(widths) - 1
+        )
         // 2,
-        "It balances only the parameters: add what forward keeps.": _even(_parameters(widths)),
+        "It balances only the parameters: add the activations that forward keeps.": _even(
+            _parameters(widths)
+        ),
         "It balances only the activations: add parameters and gradients.": _even(widths[1:]),
     }
 
@@ -84,7 +88,7 @@ def _parameters(widths: Sequence[int]) -> list[int]:
 
 
 def _told_apart(peaks: dict[int, int], cuts: Sequence[int], failing: int) -> bool:
-    """Whether rule number ``failing`` fails clearly, and with a cut that no other rule chooses."""
+    """Return whether rule ``failing`` clearly fails, with a cut that no other rule chooses."""
     lowest = min(peaks.values())
     wrong = [cut for cut in cuts if peaks[cut] > 1.05 * lowest]
     clear = all(peaks[cut] > 1.1 * lowest for cut in wrong)
@@ -92,7 +96,7 @@ def _told_apart(peaks: dict[int, int], cuts: Sequence[int], failing: int) -> boo
 
 
 def _network(failing: int) -> Network:
-    """A network for which rule number ``failing`` fails, first by an estimate, then measured."""
+    """Return a network for which rule ``failing`` fails, both as estimated and as measured."""
     while True:
         narrow, wide = random.choice((8, 12, 16)), random.choice((96, 128, 160))
         count = random.randint(6, 9)
@@ -112,14 +116,14 @@ def _network(failing: int) -> Network:
 
 
 def _networks() -> list[Network]:
-    """One network for each rule; no cut is good enough for all of them, so a constant fails."""
+    """Return a network per rule. No cut is good enough for all, so a constant answer fails."""
     while True:
         networks = [_network(failing) for failing in range(3)]
         if not set.intersection(*(network.good_cuts() for network in networks)):
             return networks
 
 
-@exercise("8.1", "A network of three stages")
+@exercise("8.1", "A network in stages")
 def staged(answer: Callable[..., nn.Module]) -> dict[str, str]:
     gpus = devices.lab(3)
     shown = {}
@@ -136,7 +140,7 @@ def staged(answer: Callable[..., nn.Module]) -> dict[str, str]:
         for parameter in model.parameters():
             held[str(parameter.device)] += parameter.nbytes
         placed = ", ".join(f"{gpu} {format_bytes(size)}" for gpu, size in held.items())
-        shown[f"stages of widths {widths}"] = f"parameters: {placed}; equal to one device"
+        shown[f"stages of widths {widths}"] = f"parameters: {placed}; same result as on one device"
     return shown
 
 
@@ -152,11 +156,11 @@ def _judge_stages(
         raise Wrong(yours=mine, expected=theirs, hint=hint)
     output, expected = model(batch), reference(batch)
     expect_tensor(output, hint="forward must return the output of the last stage.")
-    hint = "Stage i belongs on GPU i, and the output stays on the last one."
+    hint = "Stage i belongs on gpus[i], and the output stays on the last GPU."
     places = [gpu for gpu, stage in zip(gpus, reference, strict=True) for _ in stage.parameters()]
     expect_equal([p.device for p in model.parameters()], places, hint=hint)
     expect_equal(output.device, gpus[-1], hint=hint)
-    hint = "The output differs from that of the same stages on one device."
+    hint = "The output differs from the output of the same stages on one device."
     expect_close(output.detach().cpu(), expected.detach(), hint=hint)
     expected.sum().backward()
     if output.requires_grad:
@@ -184,12 +188,16 @@ def two_losses(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
         with for_input(given, _TWO_DEVICES):
             with Leaving() as leaving:
                 yours = answer(*outputs, there)
-            hint = "Return the sum of the two losses, a tensor: .item() would cut its graph."
+            hint = (
+                "Return the sum of both losses as a tensor: .item() would detach it from the graph."
+            )
             expect_tensor(yours, hint=hint)
-            hint = "The sum is main + 0.3 * auxiliary, each a cross-entropy with its mean."
+            hint = (
+                "The sum is main + 0.3 * auxiliary, each a cross-entropy averaged over the samples."
+            )
             expect_close(yours.detach().cpu(), expected, hint=hint)
             for name, output in zip(("main", "auxiliary"), outputs, strict=True):
-                # A loss per sample may be moved, as long as it isn't everything.
+                # Per-sample losses may be moved, but not the complete outputs.
                 if leaving.numbers[output.device] >= output.numel():
                     raise Wrong(
                         yours=f"the {name} outputs are copied away from {output.device}",
@@ -205,7 +213,7 @@ def two_losses(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
                     raise Wrong(
                         yours=f"no gradient for the {name} outputs",
                         expected="gradients for both outputs",
-                        hint="item(), detach() and torch.tensor(...) cut the graph; .to() does not.",
+                        hint="item(), detach() and torch.tensor(...) cut the graph; .to() doesn't.",
                     )
         shown[given] = (
             f"the auxiliary outputs, {format_bytes(auxiliary.nbytes)}, stayed on {auxiliary_gpu}; "
@@ -215,7 +223,7 @@ def two_losses(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
 
 
 _TWO_DEVICES = (
-    "Each loss needs the labels on its own output's device, and the two losses are added on one."
+    "Each loss needs the labels on its own output's device; add the losses on the main output's."
 )
 
 
@@ -238,12 +246,14 @@ def balanced_cut(answer: Callable[..., int]) -> dict[str, str]:
                 yours=f"cut {yours}: {format_bytes(peaks[yours])} on the fuller GPU",
                 expected=f"at most {format_bytes(1.05 * lowest)}",
                 given=given,
-                hint=fits[0] if fits else "Measure every cut and take the lowest.",
+                hint=fits[0]
+                if fits
+                else "Measure every cut and choose the one with the lowest peak.",
             )
         half = (len(widths) - 1) // 2
         shown[f"widths {widths}"] = (
             f"cut {yours}: {format_bytes(peaks[yours])} on the fuller GPU; "
-            f"best {format_bytes(lowest)}, half of the layers {format_bytes(peaks[half])}"
+            f"best: {format_bytes(lowest)}; half of the layers on each: {format_bytes(peaks[half])}"
         )
     return shown
 
@@ -251,10 +261,10 @@ def balanced_cut(answer: Callable[..., int]) -> dict[str, str]:
 _ONE_OF_THREE = 'Return "slower", "faster" or "cannot tell".'
 
 
-@exercise("8.4", "Slower, or chance")
+@exercise("8.4", "Slower, or just chance?")
 def compare(answer: Callable[[list[float], list[float]], str]) -> dict[str, str]:
     seen: Counter[str] = Counter()
-    for mean_s in (2.0, 6.0):  # exactly two errors of 1 s, not more
+    for mean_s in (2.0, 6.0):  # exactly two standard errors of 1 s, no more
         first, second = [1.0, 5.0, 5.0, 5.0], [mean_s] * 2
         given = f"first {first}, second {second}"
         with for_input(given, _ONE_OF_THREE):
@@ -262,7 +272,7 @@ def compare(answer: Callable[[list[float], list[float]], str]) -> dict[str, str]
             expect_equal(yours, "cannot tell", hint=_why(yours, first, second))
     while len(seen) < 3:
         first, second = _times(), _times()
-        # Close to the border on both sides, and around it, in both directions.
+        # Just below and above two standard errors, and farther away, in both directions.
         for errors in (1.93, 2.07, *(random.uniform(0.4, 3.5) for _ in range(6))):
             if abs(errors - 2) < 0.05:
                 continue
@@ -287,7 +297,7 @@ def _rounded(times_s: Sequence[float]) -> list[float]:
 
 
 def _error_s(first: Sequence[float], second: Sequence[float]) -> float:
-    """The standard error of the difference of two means."""
+    """Return the standard error of the difference between two means."""
     variances = (statistics.variance(times) / len(times) for times in (first, second))
     return float(sum(variances) ** 0.5)
 
@@ -303,15 +313,19 @@ def _why(yours: object, first: Sequence[float], second: Sequence[float]) -> str:
     gap_s = statistics.mean(second) - statistics.mean(first)
     error_s = _error_s(first, second)
     numbers = (
-        f"The means differ by {gap_s:.3f} s; that difference's standard error is {error_s:.3f} s."
+        f"The means differ by {gap_s:.3f} s; the standard error of the difference is "
+        f"{error_s:.3f} s."
     )
     if yours not in ("slower", "faster", "cannot tell"):
         return _ONE_OF_THREE
     if yours == "cannot tell":
-        return f"{numbers} Divide each variance by its number of repeats, add, then take the root."
+        return (
+            f"{numbers} Divide each variance by its number of repeats, add the two, then take the "
+            "square root."
+        )
     if _verdict(first, second) == "cannot tell":
         return (
-            f"{numbers} That is not more than two errors. (Each list's variance is statistics.variance, "
-            "which divides by one less than the number of repeats.)"
+            f"{numbers} That's no more than two standard errors. (Use statistics.variance, which "
+            "divides by one less than the number of repeats.)"
         )
-    return f"{numbers} The answer is about the second list."
+    return f"{numbers} The answer describes the second list."

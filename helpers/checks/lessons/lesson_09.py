@@ -1,4 +1,4 @@
-"""Checks of lesson 09: a pipeline in one loop, split sizes, and a stream that doesn't wait."""
+"""Checks for lesson 09: a pipeline in one loop, split sizes, and a stream that doesn't wait."""
 
 import copy
 import random
@@ -26,14 +26,14 @@ _MOST_RECORDINGS = 12
 
 
 def _stages(width: int, gpus: Sequence[torch.device]) -> list[nn.Module]:
-    """A stage on each GPU: a linear layer and a tanh."""
+    """Return a stage on each GPU: a linear layer and a tanh."""
     return [nn.Sequential(nn.Linear(width, width), nn.Tanh()).to(gpu) for gpu in gpus]
 
 
 def _ours(
     stages: Sequence[nn.Module], gpus: Sequence[torch.device], size: int, batch: torch.Tensor
 ) -> torch.Tensor:
-    """The solution's loop."""
+    """Run the solution's loop."""
     outputs = []
     for hidden in batch.split(size):
         for stage, gpu in zip(stages, gpus, strict=True):
@@ -46,7 +46,7 @@ def _ours(
 def pipelined(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
     for count in (2, 3):
         size, width = random.randint(3, 6), random.randint(3, 6)
-        # The last piece is smaller, and there aren't ``size`` pieces, as chunk(size) would make.
+        # The last piece is smaller, and there aren't ``size`` pieces, which chunk(size) would make.
         whole = random.choice([number for number in (2, 3, 4) if number != size - 1])
         rows = size * whole + random.randint(1, size - 1)
         given = f"{rows} samples in pieces of {size}, {count} stages"
@@ -67,7 +67,7 @@ def _judge_calls(
     size: int,
     batch: torch.Tensor,
 ) -> None:
-    """Raise Wrong unless every stage sees every piece once, and the result is one tensor on the last GPU."""
+    """Raise Wrong unless every stage sees every piece once and the last GPU has the result."""
     seen: list[list[int]] = [[] for _ in stages]
     hooks = [
         stage.register_forward_pre_hook(lambda _, inputs, i=i: seen[i].append(len(inputs[0])))
@@ -81,8 +81,8 @@ def _judge_calls(
         if sorted(sizes) != sorted(pieces):
             raise Wrong(
                 yours=f"stage {stage} was called with {sizes} samples",
-                expected=f"called with {pieces}",
-                hint="Every stage sees every piece once; batch.split(split_size) makes the pieces.",
+                expected=f"called with {pieces} samples",
+                hint="Every stage sees every piece once; batch.split(split_size) makes them.",
             )
     expect_tensor(yours, hint="Join the outputs of the pieces: torch.cat(outputs).")
     expect_equal(yours.device, gpus[-1], hint="The outputs stay on the last GPU.")
@@ -95,18 +95,18 @@ def _judge_outputs(
     size: int,
     batch: torch.Tensor,
 ) -> None:
-    """Raise Wrong unless the outputs and the gradients are those of our loop."""
+    """Raise Wrong unless the outputs and the gradients match our loop's."""
     mine, ours = nn.Sequential(*stages), copy.deepcopy(nn.Sequential(*stages))
     expected = _ours(list(ours), gpus, size, batch)
     expected.sum().backward()
     yours = answer(list(stages), list(gpus), size, batch.clone())
-    hint = "The outputs differ from those of one device: are they in the order of the batch?"
+    hint = "The outputs differ from one device's: are they in the batch's order?"
     expect_close(yours.detach().cpu(), expected.detach().cpu(), hint=hint)
     if not yours.requires_grad:
         raise Wrong(
             yours="an output without a graph",
             expected="an output with a graph",
-            hint="detach(), no_grad() and .data cut the graph; .to() does not.",
+            hint="detach(), no_grad() and .data cut the graph; .to() doesn't.",
         )
     yours.sum().backward()
     expect_gradients(mine.parameters(), ours.parameters())
@@ -159,7 +159,7 @@ def _judge_overlap(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
 
 
 class Machine(NamedTuple):
-    """Two GPUs with a link, a network of four linear layers, and the images of a batch."""
+    """Two GPUs with a link, the width of a network of four linear layers, and a batch size."""
 
     gpu: str
     link: str
@@ -168,7 +168,7 @@ class Machine(NamedTuple):
 
 
 def _seconds(machine: Machine, split_size: int) -> float:
-    """Virtual time of one batch in pieces, forward and backward."""
+    """Return the virtual time for one batch in pieces, forward and backward."""
     with vgpu.enable(2, gpu=machine.gpu, link=machine.link) as lab, vgpu.shapes_only():
         first, second = (
             nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).to(gpu)
@@ -182,10 +182,10 @@ def _seconds(machine: Machine, split_size: int) -> float:
 
 
 def _machines() -> list[Machine]:
-    """Machines whose best sizes are far apart, so no single size is good on all.
+    """Return machines whose best sizes are so far apart that no single size is good on all.
 
-    Numbers of pieces that are powers of two are at most 4.6 % above the best on each of them. On
-    V100s with a smaller batch they can be 5.7 % above it.
+    With a power of two as the number of pieces, the time is at most 4.6% above the best on each of
+    them. On V100s with a smaller batch, it can be 5.7% above the best.
     """
     return [
         Machine("K80", "PCIe 3", random.choice((2048, 3072)), random.randint(90, 120)),
@@ -195,13 +195,13 @@ def _machines() -> list[Machine]:
 
 
 def _stopwatch(machine: Machine) -> tuple[Callable[[int], float], list[int], dict[int, float]]:
-    """One machine's ``time_of``, the sizes that it's called with, and the seconds for each size."""
+    """Return a machine's ``time_of``, the sizes it was called with, and the time for each size."""
     asked: list[int] = []
     times_s: dict[int, float] = {}
 
     def time_of(size: int) -> float:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"a split size is a whole number of at least 1, got {size!r}")
+            raise ValueError(f"a split size must be an integer of at least 1, got {size!r}")
         asked.append(size)
         if size not in times_s:
             times_s[size] = _seconds(machine, size)
@@ -218,7 +218,9 @@ def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> dic
         batch_size = machine.batch_size
         time_of, asked, times_s = _stopwatch(machine)
         given = f"a batch of {batch_size} on two {machine.gpu}s"
-        with for_input(given, "Split sizes are whole numbers: ask time_of for them, return one."):
+        with for_input(
+            given, "Call time_of with split sizes, which are integers, and return one of them."
+        ):
             yours = answer(time_of, batch_size)
             expect_whole_number(yours, 1, batch_size, hint="Return the size, not its time.")
         if len(asked) > _MOST_RECORDINGS:
@@ -229,7 +231,7 @@ def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> dic
                 hint="The curve is flat around its best: try sizes that differ by a factor.",
             )
         asked_then = list(asked)
-        # For each number of pieces, try the smallest size that needs no more of them.
+        # For each number of pieces, try the smallest size that needs no more pieces.
         for count in range(1, batch_size + 1):
             time_of(-(-batch_size // count))
         time_of(yours)
@@ -252,7 +254,7 @@ def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> dic
 
 
 def _products(batches: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
-    """The solution's products: two buffers, two waits."""
+    """Return the solution's products: two buffers, two waits."""
     gpu = weight.device
     default, side = torch.accelerator.current_stream(gpu), torch.Stream(gpu)
     buffers = [torch.empty_like(batches[0], device=gpu) for _ in range(2)]
@@ -271,7 +273,7 @@ def _products(batches: Sequence[torch.Tensor], weight: torch.Tensor) -> list[tor
 
 
 def _use_memory(rows: int, weight: torch.Tensor) -> None:
-    """Leave behind memory of two buffers' size that the default stream still reads."""
+    """Free memory for two buffers that the default stream is still reading."""
     for part in [torch.zeros(rows, len(weight), device=weight.device) for _ in range(2)]:
         part.sum()
 
@@ -304,8 +306,8 @@ def repaired(
                     yours=f"no race, {format_seconds(timeline.makespan_s)}",
                     expected=f"at most {format_seconds(1.1 * ours.makespan_s)}",
                     given=given,
-                    hint="Right, but copies and products take turns. Wait as early in the loop, "
-                    "and for as little, as you can; Python itself shouldn't wait at all.",
+                    hint="Right, but copies and matmuls take turns. Wait as early in the "
+                    "loop and for as little as you can; Python itself shouldn't wait at all.",
                 )
             with vgpu.record() as in_turn:
                 _use_memory(rows, there)
@@ -327,22 +329,22 @@ def _judge_products(products: Any, expected: list[torch.Tensor], timeline: Timel
         race = timeline.races[0]
         if isinstance(race, vgpu.FreedInUse):
             hint = (
-                "A batch's memory is reused while its product may still read it. Keep the two "
+                "A batch's memory is reused while its matmul may still be reading it. Keep the two "
                 "buffers, or call record_stream."
             )
         elif race.other_operation not in ("mm", "copy", "copy_"):
             hint = (
-                "Something on the default stream may still read the buffers' memory: "
+                "Something on the default stream may still be reading the buffers' memory: "
                 "the first copy into it waits for that, as in `racing`."
             )
         elif race.operation in ("copy", "copy_"):
-            hint = "A copy writes into a buffer that a product may still read."
+            hint = "A copy writes to a buffer that a matmul may still be reading."
         else:
-            hint = "A product reads a buffer before its copy has arrived."
+            hint = "A matmul reads a buffer before its copy has arrived."
         count = len(timeline.races)
         yours = f"{count} {'race' if count == 1 else 'races'}; {race}"
         raise Wrong(yours=yours, expected="no race", hint=hint)
-    expect_equal(len(products), len(expected), hint="One product for each batch.")
+    expect_equal(len(products), len(expected), hint="Return one product for each batch.")
     for yours, right in zip(products, expected, strict=True):
-        hint = "The products are wrong, although nothing races: which buffer is read?"
+        hint = "The products are wrong, although there's no race: which buffer is read?"
         expect_close(yours.cpu(), right, hint=hint, rtol=1e-3, atol=1e-3)

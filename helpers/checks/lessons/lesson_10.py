@@ -1,4 +1,4 @@
-"""Checks of lesson 10: the orders of a schedule, stages of unequal length, a log that doesn't wait."""
+"""Checks for lesson 10: a schedule's order, unequal stages, and logging that doesn't wait."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -27,17 +27,17 @@ _STAGES = 4
 @exercise("10.1", "A 1F1B order for four stages")
 def one_forward_order(answer: Callable[[int, int], Sequence[str]]) -> dict[str, str]:
     shown = {}
-    # The extreme sizes, some in between, and one at which GPipe would fill all memories.
+    # The smallest sizes, some medium ones, and one at which GPipe has far too many in flight.
     for micro_batches in (8, 1, 3, 4, random.randint(5, 20), 100):
         given = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
-        with for_input(given, 'For each stage a list such as ["F0", "F1", "B0", "B1"].'):
+        with for_input(given, 'Return a list such as ["F0", "F1", "B0", "B1"] for each stage.'):
             rows = [answer(stage, micro_batches) for stage in range(_STAGES)]
             shown[given] = _judge_order(_rows_as_schedule(rows, micro_batches), micro_batches)
     return shown
 
 
 def _judge_order(schedule: Schedule, micro_batches: int) -> str:
-    """Its time and memory in words; raises Wrong if it deadlocks, or takes too much of either."""
+    """Describe its time and memory; raise Wrong if it deadlocks, or needs too much of either."""
     drawn = str(schedule)
     try:
         simulated = simulate(schedule)
@@ -51,16 +51,16 @@ def _judge_order(schedule: Schedule, micro_batches: int) -> str:
     peaks = peaks_in_flight(schedule)
     if any(peak > most for peak, most in zip(peaks, budget, strict=True)):
         raise Wrong(
-            yours=f"{peaks} in flight, device by device\n{drawn}",
+            yours=f"{peaks} in flight, by device\n{drawn}",
             expected=f"at most {budget}",
-            hint="Too many in flight: let a backward follow each forward as soon as it can.",
+            hint="Too many in flight: run a backward after each forward as soon as possible.",
         )
     longest = 3 * (micro_batches + _STAGES - 1)
     if simulated.makespan > longest:
         raise Wrong(
             yours=f"{simulated.makespan:g} units of time\n{drawn}",
             expected=f"at most {longest}, as GPipe takes",
-            hint="It fits, but devices wait: the first ones can run more forwards at the start.",
+            hint="It fits, but devices wait: the first stages can run more forwards at the start.",
         )
     return (
         f"{simulated.makespan:g} units, {simulated.bubble:.0%} bubble, in flight {peaks}"
@@ -69,13 +69,13 @@ def _judge_order(schedule: Schedule, micro_batches: int) -> str:
 
 
 def _rows_as_schedule(rows: Any, micro_batches: int) -> Schedule:
-    """The rows as a schedule of exactly that many micro-batches, whole on each device."""
+    """Return the rows as a schedule, with exactly that many micro-batches and one stage each."""
     try:
         schedule = from_text(rows)
     except (TypeError, ValueError) as error:
         raise Wrong(
             yours=repr(rows),
-            expected='for each stage a list such as ["F0", "F1", "B0", "B1"]',
+            expected='a list such as ["F0", "F1", "B0", "B1"] for each stage',
             hint=f"These rows aren't a schedule: {error}.",
         ) from error
     kinds = {action.kind for action in schedule.actions}
@@ -100,7 +100,7 @@ def layers_per_stage(answer: Callable[[list[float], int], Sequence[int]]) -> dic
         if not whole or len(counts) != devices or sum(counts) != len(layer_times):
             raise Wrong(
                 yours=repr(yours),
-                expected=f"{devices} whole numbers of at least 1 that add up to {len(layer_times)}",
+                expected=f"{devices} integers of at least 1 that add up to {len(layer_times)}",
                 given=given,
                 hint="Return how many layers each stage has, in order.",
             )
@@ -119,7 +119,7 @@ def layers_per_stage(answer: Callable[[list[float], int], Sequence[int]]) -> dic
         shown = {
             "your step": f"{taken:g} units",
             "budget": f"{1.05 * best:g} units",
-            "equally many layers": f"{_step(layer_times, equal):g} units",
+            "the same number of layers each": f"{_step(layer_times, equal):g} units",
         }
     return shown
 
@@ -133,13 +133,13 @@ def _stage_times(layer_times: Sequence[float], counts: Sequence[int]) -> list[fl
 
 
 def _step(layer_times: Sequence[float], counts: Sequence[int]) -> float:
-    """The units of time for one step with 1F1B; a layer's forward takes a third of its time."""
+    """Return the units of time for a 1F1B step; a layer's forward takes a third of its time."""
     times = Times(1 / 3, 1 / 3, 1 / 3, by_stage=_stage_times(layer_times, counts))
     return simulate(one_forward_one_backward(len(counts), _PACE_MICRO_BATCHES), times).makespan
 
 
 def _shortest_step(layer_times: Sequence[float], devices: int) -> float:
-    """The step with the cut whose longest stage is shortest: within p / m of the optimum."""
+    """Return the step with the shortest longest stage: within p / m of the optimum."""
 
     def counts(cuts: Sequence[int]) -> list[int]:
         return [b - a for a, b in pairwise([0, *cuts, len(layer_times)])]
@@ -150,9 +150,9 @@ def _shortest_step(layer_times: Sequence[float], devices: int) -> float:
 
 
 def _unequal_networks() -> list[tuple[list[float], int]]:
-    """Networks with a large embedding, with a large loss, and with layers of all sizes."""
+    """Return networks with a large embedding, with a large loss, and with layers of all sizes."""
     networks = [
-        ([5.0] + [1.0] * 10, 4),  # with an empty stage, the longest would be as short
+        ([5.0] + [1.0] * 10, 4),  # an empty stage wouldn't make the longest one longer
         ([float(random.randint(4, 6))] + [1.0] * random.randint(10, 14), 4),
         ([1.0] * random.randint(10, 14) + [float(random.randint(4, 6))], 3),
     ]
@@ -171,7 +171,7 @@ def all_losses(
 ) -> dict[str, str]:
     shown = {}
     for _ in range(2):
-        # Large enough that a step takes longer than its launches, and waiting for it costs time.
+        # Large enough that a step takes longer than its launches, so waiting for it costs time.
         count, size = random.randint(4, 7), random.randint(256, 512)
         batches = [torch.randn(size, 512) for _ in range(count)]
         with vgpu.enable(2) as lab:
@@ -205,8 +205,8 @@ def _expect_numbers(yours: Any, count: int) -> None:
     if not numbers or len(yours) != count:
         raise Wrong(
             yours=repr(yours),
-            expected=f"a list of {count} Python numbers",
-            hint="Read the numbers once, after the last step.",
+            expected=f"a list of {count} Python floats",
+            hint="Read the values once, after the last step.",
         )
 
 
@@ -215,7 +215,7 @@ def _expect_one_wait(timeline: Timeline) -> None:
     launched_s = max(e.launch_s for e in timeline.events if e.name == "mean")
     early = [wait for wait in waits if wait.start_s < launched_s]
     if early or len(waits) > 1:
-        hint = "Each .item() waits: make one tensor of all losses first."
+        hint = "Each .item() waits: combine all losses into one tensor first."
         if early:
             hint = "Python waited before it had launched the last step: no .item() in the loop."
         raise Wrong(

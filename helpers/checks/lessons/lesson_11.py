@@ -1,4 +1,4 @@
-"""Checks of lesson 11: a step's peak, accumulation over ranks, and a budget for recomputation."""
+"""Checks for lesson 11: a step's peak, accumulation across ranks, and a memory budget."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -33,18 +33,18 @@ def peak_of_a_step(answer: Callable[[list[int], int, str], float]) -> dict[str, 
             expect_number(yours, "a number of bytes")
         if calls.names:
             raise Wrong(
-                yours=f"an answer that makes PyTorch compute: {len(calls.names)} operations",
+                yours=f"an answer that runs {len(calls.names)} PyTorch operations",
                 expected="no tensors, only arithmetic with the sizes",
                 given=given,
                 hint="That measures a run instead of predicting it. Which tensors are there, and "
-                "how many numbers does each have?",
+                "how many elements does each have?",
             )
         peak = _peak(sizes, batch_size, name)
         off = yours / peak.total_bytes - 1
         if not abs(off) <= 0.05:
             raise Wrong(
                 yours=f"{format_bytes(yours)} ({off:+.0%})",
-                expected=f"{format_bytes(peak.total_bytes)}, counted, within 5 %",
+                expected=f"within 5% of {format_bytes(peak.total_bytes)}, as counted",
                 given=given,
                 hint=_peak_hint(yours, peak),
             )
@@ -58,7 +58,7 @@ _FROM_SIZES = "Return the bytes as one number, computed from the sizes only."
 
 
 def _networks() -> list[tuple[list[int], int, str]]:
-    """Sizes, batch and optimizer: first as in the lesson, then with one more thing at a time."""
+    """Return sizes, batch size and optimizer per case: first as in the lesson, then harder ones."""
 
     def some(low: int, high: int) -> int:
         return random.randint(low, high)
@@ -72,15 +72,15 @@ def _networks() -> list[tuple[list[int], int, str]]:
         ([64, some(64, 100), some(600, 800), 10], some(300, 600), "sgd"),  # the last hidden
         ([64, some(600, 800), some(64, 100), some(64, 100), 10], some(300, 600), "adam"),
         ([128, some(64, 128), some(800, 1000)], some(500, 700), "sgd"),  # many classes
-        # Most of it is the batch, which doesn't need a gradient.
+        # Mostly the batch, which doesn't need a gradient.
         ([some(1450, 1550), some(75, 85), 10], some(440, 460), "sgd"),
-        # The gradient of a weight that's larger than the activations.
+        # A weight gradient that's larger than the activations.
         ([some(250, 260), some(1000, 1050), 10], some(60, 68), "sgd"),
     ]
 
 
 def _peak(sizes: Sequence[int], batch_size: int, name: str) -> Moment:
-    """The fullest moment of a step, counted in the second of two, so that Adam has its state."""
+    """Return a step's moment of peak memory, from the second of two steps: Adam has its state."""
     (gpu,) = devices.lab(1)
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
@@ -107,17 +107,17 @@ def _peak(sizes: Sequence[int], batch_size: int, name: str) -> Moment:
 
 
 def _peak_hint(yours: float, peak: Moment) -> str:
-    """When the peak is and what it consists of, or which units were confused."""
+    """Say when the peak is and what it consists of, or that elements were taken for bytes."""
     held = ", ".join(
         f"{cause} {format_bytes(size)}" for cause, size in peak.by_cause.items() if size
     )
-    hint = f"The peak is in {peak.phase}, at {peak.operation}. Held at that moment: {held}."
+    hint = f"The peak is in {peak.phase}, at {peak.operation}. In memory at that moment: {held}."
     if abs(yours * _FLOAT_BYTES / peak.total_bytes - 1) < 0.05:
-        return f"You counted numbers; a float32 has 4 bytes. {hint}"
+        return f"You counted elements, not bytes; a float32 has 4 bytes. {hint}"
     return hint
 
 
-@exercise("11.2", "Accumulate over ranks, unevenly")
+@exercise("11.2", "Accumulate across ranks, unevenly")
 def accumulate_over_ranks(answer: Callable[..., None]) -> dict[str, str]:
     ranks = 2
     shown = {}
@@ -140,7 +140,7 @@ def accumulate_over_ranks(answer: Callable[..., None]) -> dict[str, str]:
             expect_one_micro_batch(largest, max(sizes[rank]), held, f"{given}, on rank {rank}")
             others = [f"{name} of {size}" for name, size in calls if size < weight.numel()]
             shown[f"rank {rank}, {len(sizes[rank])} micro-batches"] = (
-                f"sent with gradients: {sent}; other collectives: {', '.join(others) or 'none'}; "
+                f"gradient all-reduces: {sent}; other collectives: {', '.join(others) or 'none'}; "
                 f"largest forward {largest} of {sum(sizes[rank])} samples"
             )
     return shown
@@ -153,8 +153,8 @@ def _accumulate(
     batches: list[list[tuple[torch.Tensor, torch.Tensor]]],
     weight: torch.Tensor,
 ) -> tuple[torch.Tensor | None, int, list[tuple[str, int]], int, int]:
-    """On a rank, return the gradient, how often DDP sent, all collectives, the largest forward, and
-    the most graphs of earlier forwards that were alive during one.
+    """On a rank, return the gradient, how often DDP reduced, all collectives, the largest forward,
+    and the most graphs of earlier forwards that were alive during one.
     """
     model = WatchedLinear(7, 1, bias=False)
     model.weight.data.copy_(weight)
@@ -182,24 +182,24 @@ def _judge_rank(
     others = [(name, size) for name, size in calls if size < gradient.numel()]
     if sent == 0 or by_hand > 0:
         raise Wrong(
-            yours=f"DDP sent gradients {sent} times, your own code {max(by_hand, 0)} times",
-            expected="DDP sends them once",
-            hint="Run the last backward outside of no_sync, and its forward, too.",
+            yours=f"DDP reduced gradients {sent} times, your own code {max(by_hand, 0)} times",
+            expected="DDP reduces them once",
+            hint="Run the last backward outside no_sync, and its forward, too.",
         )
     if not torch.allclose(gradient, expected, rtol=1e-4, atol=1e-6):
         hint = _scale_hint(gradient, expected, batches)
         raise Wrong(yours=gradient, expected=expected, hint=hint)
     if sent > 1:
         raise Wrong(
-            yours=f"gradients sent {sent} times",
-            expected="sent once",
+            yours=f"gradients reduced {sent} times",
+            expected="gradients reduced once",
             hint="Run all but the last micro-batch, forward and backward, inside no_sync().",
         )
     if len(others) > 1 or any(size > 1 for _, size in others):
         raise Wrong(
-            yours=", ".join(f"{name} of {size} numbers" for name, size in others),
+            yours=", ".join(f"{name} of {size} elements" for name, size in others),
             expected="at most one collective, of at most 8 bytes",
-            hint="One number per rank is enough: how many samples it has.",
+            hint="One value per rank is enough: its number of samples.",
         )
 
 
@@ -209,14 +209,14 @@ def _scale_hint(gradient: torch.Tensor, expected: torch.Tensor, batches: Any) ->
     if torch.allclose(ratios, torch.full_like(ratios, factor), rtol=1e-3):
         total = sum(len(x) for of_rank in batches for x, _ in of_rank)
         known = {1 / len(batches): "DDP divides by the number of ranks."}
-        known[total] = known[total / len(batches)] = "Sums of losses: divide by all samples."
+        known[total] = known[total / len(batches)] = "Divide the sum by the number of all samples."
         for value, hint in known.items():
             if abs(factor / value - 1) < 1e-3:
                 return f"The gradient is {factor:.3g} times the right one. {hint}"
         return f"The gradient is {factor:.3g} times the right one."
     return (
-        "Not every sample has the same weight. A mean of means isn't the mean if parts, or "
-        "ranks, have different numbers of samples."
+        "Not every sample has the same weight. A mean of means isn't the overall mean if parts "
+        "or ranks have different numbers of samples."
     )
 
 
@@ -225,7 +225,7 @@ _UNIT_BYTES = _BATCH * _WIDTH * _FLOAT_BYTES
 
 
 def _peak_units(layers: Sequence[int], chosen: Sequence[int]) -> int:
-    """The most layer outputs at once, including the two in backward; see the exercise's text."""
+    """Return the most layer outputs at once, including backward's two, as in the exercise."""
     held = most = 0
     for stage, count in enumerate(layers):
         most = max(most, held + count)
@@ -242,13 +242,16 @@ def fit_a_budget(answer: Callable[[list[int], int, int], Any]) -> dict[str, str]
         stages = range(len(layers))
         sets = [set(c) for size in range(len(layers) + 1) for c in combinations(stages, size)]
         peaks = [_peak_units(layers, tuple(chosen)) for chosen in sets]
-        # Everything fits in the second case, and nothing in the third; in the fourth, the fewest
-        # stages aren't the fewest layers. In the others, a choice is needed.
+        # Everything fits in the second case, nothing in the third; in the fourth, the fewest
+        # stages don't have the fewest layers. In the others, some stages must be checkpointed.
         units = random.choice(sorted(set(peaks))[:-1] or peaks)
         units = {1: peaks[0], 2: min(peaks) - 1, 3: 17}.get(number, units)
         fits = [c for c, peak in zip(sets, peaks, strict=True) if peak <= units]
         budget = units * _UNIT_BYTES
-        given = f"layers {layers}, {format_bytes(_UNIT_BYTES)} per output, {format_bytes(budget)}"
+        given = (
+            f"layers {layers}, {format_bytes(_UNIT_BYTES)} per output, "
+            f"a budget of {format_bytes(budget)}"
+        )
         with for_input(given, "Return the indices of the stages to checkpoint, or None."):
             yours = answer(list(layers), _UNIT_BYTES, budget)
             if fits:
@@ -257,7 +260,7 @@ def fit_a_budget(answer: Callable[[list[int], int, int], Any]) -> dict[str, str]
                 )
             elif yours is not None:
                 least = format_bytes(min(peaks) * _UNIT_BYTES)
-                hint = "No choice fits: return None. With every stage checkpointed the peak is "
+                hint = "No choice fits: return None. With every stage checkpointed, the peak is "
                 raise Wrong(
                     yours=repr(yours),
                     expected="None",
@@ -268,19 +271,19 @@ def fit_a_budget(answer: Callable[[list[int], int, int], Any]) -> dict[str, str]
 
 
 def _in_words(layers: Sequence[int], chosen: set[int]) -> str:
-    """A choice, with what a real step needs."""
+    """Describe a choice and what a real step needs with it."""
     peak, again = _run_stages(layers, chosen)
     return f"stages {sorted(chosen)}: {format_bytes(peak)}, {again} layers computed twice"
 
 
 def _judge_choice(yours: Any, layers: Sequence[int], budget: int, fits: Sequence[set[int]]) -> str:
-    """Run the choice; returns what it needs, or raises Wrong if that's too much."""
+    """Run the choice and describe what it needs; raise Wrong if that's too much."""
     if yours is None:
         fitting = min(fits, key=lambda chosen: sum(layers[stage] for stage in chosen))
         raise Wrong(
             yours="None",
             expected=f"a choice that fits, such as {_in_words(layers, fitting)}",
-            hint="The sum over all stages may exceed the budget: backward frees a stage before it "
+            hint="The stages' total may exceed the budget: backward frees a stage before it "
             "recomputes the previous one.",
         )
     indices = list(yours) if isinstance(yours, set | frozenset | list | tuple | range) else None
@@ -302,13 +305,13 @@ def _judge_choice(yours: Any, layers: Sequence[int], budget: int, fits: Sequence
         raise Wrong(
             yours=chose,
             expected=f"{fewest} layers computed twice",
-            hint="It fits, but so does a choice that recomputes less. Consider which stages come late.",
+            hint="It fits, but so does a choice that recomputes less. Which stages come late?",
         )
     return chose
 
 
 def _run_stages(layers: Sequence[int], chosen: set[int]) -> tuple[int, int]:
-    """Peak bytes of a real step with these stages checkpointed, and the layers computed twice."""
+    """Return a real step's peak bytes with these stages checkpointed, and the layers rerun."""
     (gpu,) = devices.lab(1)
     calls = [0]
 
@@ -330,7 +333,7 @@ def _run_stages(layers: Sequence[int], chosen: set[int]) -> tuple[int, int]:
                 output = checkpoint(stage, output, use_reentrant=False)
             else:
                 output = stage(output)
-        loss, output = output.sum(), batch  # the last output isn't held while backward runs
+        loss, output = output.sum(), batch  # don't hold the last output while backward runs
         loss.backward()
 
     (peak,) = peaks_during(step, [gpu])

@@ -1,7 +1,8 @@
-"""Checks of lesson 16: delays of kernels, six faults, all ranks on one page, a peak's owners."""
+"""Checks for lesson 16: delays of kernels, six faults, all ranks on one page, a peak's owners."""
 
 import copy
 import random
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ Row = dict[str, Any]
 def launch_delays(answer: Callable[[list[Row]], list[float]]) -> dict[str, Any]:
     for count in (1, 3, 6, 6):
         rows, expected = _launches(count)
-        with for_input(f"{count} kernels: {_short(rows)}", "Return a list of numbers."):
+        hint = "Return a list of numbers. Not every event has a cat, or args."
+        with for_input(f"{count} kernels: {_short(rows)}", hint):
             yours = [round(float(delay), 3) for delay in answer(copy.deepcopy(rows))]
         if yours != expected:
             raise Wrong(
@@ -79,12 +81,10 @@ def _delay_hint(yours: list[float], rows: list[Row]) -> str:
     if yours == [delay(row, from_start=True) for row in kernels]:
         return "A launch ends at ts + dur: measure the delay from there."
     if len(yours) != len(right):
-        return "Kernels only: one number for each row of category kernel, none for copies."
+        return "Kernels only: one number for each event of category kernel, none for copies."
     if sorted(yours) == sorted(right):
         return "The numbers are right, but in the wrong order: sort the kernels by ts."
-    return (
-        "A kernel's launch is the row with the same correlation, not the row before it in the list."
-    )
+    return "A kernel's launch is the event with the same correlation, not the one before it in the list."
 
 
 def _start(row: Row) -> float:
@@ -199,7 +199,9 @@ def _why_not(fault: str, timeline: Timeline) -> str:
     if fault == "loader":
         spent = evidence("loader", timeline) if timeline.host_ranges[0].kind == "work" else 0.0
         return f"A batch takes {spent:.1f} ms to arrive, a step {_step_ms(timeline):.1f} ms."
-    return "Does the next kernel start right after its launch, and is the host's row without gaps?"
+    return (
+        "Does the next kernel start right after its launch, and is the host's track without gaps?"
+    )
 
 
 def _step_ms(timeline: Timeline) -> float:
@@ -222,7 +224,7 @@ def _number_hint(fault: str, number: float, found: float, timeline: Timeline) ->
             timeline.copying_s("vgpu:0") * 1e3 / steps
         ),
     }
-    otherwise = "reading(six[letter], rank=0) has it, or what you need to compute it."
+    otherwise = "reading(of_rank(six[letter], 0)) has it, or what you need to compute it."
     return hint_by_value(number, wrong, otherwise, within=0.03)
 
 
@@ -230,34 +232,35 @@ def _number_hint(fault: str, number: float, found: float, timeline: Timeline) ->
 def one_page(answer: Callable[[list[Row]], list[Row]]) -> dict[str, Any]:
     for ranks in (1, 2, 4):
         traces = [_trace() for _ in range(ranks)]
-        given = f"{ranks} traces of {len(traces[0]['traceEvents'])} rows"
+        given = f"{ranks} traces of {len(traces[0]['traceEvents'])} events"
         before = copy.deepcopy(traces)
-        with for_input(given, "Return a list of rows."):
+        with for_input(given, "Return a list of events. A pid may be a string."):
             rows = list(answer(traces))
             names = [row["args"].get("mark") for row in rows if row["ph"] == "X"]
         if traces != before:
             raise Wrong(
                 yours="the given traces, modified",
-                expected="new rows",
+                expected="new events",
                 given=given,
-                hint="Copy each row before you change it: {**row, ...}.",
+                hint="Copy each event before you change it: {**event, ...}.",
             )
-        if len(rows) != sum(len(trace["traceEvents"]) for trace in traces) or None in names:
+        # There may be further ones: a process_name for the string pid.
+        if len(rows) < sum(len(trace["traceEvents"]) for trace in traces) or None in names:
             raise Wrong(
-                yours=f"{len(rows)} rows",
+                yours=f"{len(rows)} events",
                 expected=f"{sum(len(trace['traceEvents']) for trace in traces)}",
                 given=given,
-                hint="Return all rows of all ranks, with their args.",
+                hint="Return all events of all ranks, with their args.",
             )
-        with for_input(given, "Rows keep their keys: ph, pid, ts, and so on."):
+        with for_input(given, "Events keep their keys: ph, pid, ts, and so on."):
             _check_page(rows, traces, given)
     return {
-        "the last one": f"{given}: {len(rows)} rows, {len({row['pid'] for row in rows})} processes"
+        "the last one": f"{given}: {len(rows)} events, {len({row['pid'] for row in rows})} processes"
     }
 
 
 def _trace() -> Row:
-    """One rank's trace, with the process ids and arrow ids that all ranks use."""
+    """One rank's trace, with the process ids and arrow ids that all ranks use, and one of Kineto's tracks."""
     base = 1_700_000_000_000_000_000 + random.randint(0, 10**6) * 1000
     rows: list[Row] = []
     for pid, name in ((0, "python"), (77, "python")):
@@ -274,6 +277,8 @@ def _trace() -> Row:
             pid = 77 if end == "s" else 0
             arrow = {"ph": end, "id": number, "pid": pid, "tid": 0, "ts": row["ts"]}
             rows.append({**arrow, "cat": "ac2g", "name": "ac2g"})
+    recorded = _span("Trace", "PyTorch Profiler (0)", 0.0, 10_000.0, mark=random.randint(0, 10**9))
+    rows.append({**recorded, "pid": "Spans", "tid": "PyTorch Profiler"})
     return {"baseTimeNanoseconds": base, "traceEvents": rows}
 
 
@@ -284,10 +289,10 @@ def _check_page(rows: list[Row], traces: list[Row], given: str) -> None:
     for rank, trace in enumerate(traces):
         spans = [row for row in trace["traceEvents"] if row["ph"] == "X"]
         pids.append({marks[row["args"]["mark"]]["pid"] for row in spans})
-        if len(pids[-1]) != 2:
+        if len(pids[-1]) != 3:
             raise Wrong(
                 yours=f"{len(pids[-1])} processes of rank {rank}",
-                expected="2, as in its trace",
+                expected="3, as in its trace",
                 given=given,
                 hint="Use a separate number for each pair of rank and pid.",
             )
@@ -315,13 +320,15 @@ def _check_page(rows: list[Row], traces: list[Row], given: str) -> None:
 
 def _check_names(rows: list[Row], pids: set[Any], rank: int, given: str) -> None:
     names = [r["args"]["name"] for r in rows if r["name"] == "process_name" and r["pid"] in pids]
+    names += [pid for pid in pids if isinstance(pid, str)]
     lacking = [name for name in names if not str(name).startswith(f"rank {rank}: ")]
-    if lacking or len(names) < 2:
+    if lacking or len(names) < 3:
         raise Wrong(
             yours=f"processes of rank {rank} are named {names}",
             expected=f"names that begin with 'rank {rank}: '",
             given=given,
-            hint="Rows named process_name have it in args, with the same pid as the other rows.",
+            hint="Events named process_name have it in args, with the same pid as the other events; a "
+            "string pid is a name itself.",
         )
 
 
@@ -332,12 +339,12 @@ def _check_arrows(rows: list[Row], pids: list[set[Any]], given: str) -> None:
         if row["ph"] in ("s", "f"):
             arrows.setdefault(row["id"], []).append((row["ph"], rank_of.get(row["pid"], -1)))
     for name, ends in arrows.items():
-        if not isinstance(name, int):
+        if not isinstance(name, int) and not re.fullmatch("(0x)?[0-9a-fA-F]+", str(name)):
             raise Wrong(
                 yours=f"an arrow with the id {name!r}",
                 expected="a whole number",
                 given=given,
-                hint="Perfetto drops arrows whose id isn't a whole number.",
+                hint="Perfetto drops arrows whose id is neither a whole number nor hexadecimal.",
             )
         if sorted(end for end, _ in ends) != ["f", "s"] or len({rank for _, rank in ends}) > 1:
             raise Wrong(
@@ -399,6 +406,7 @@ def _history(count: int) -> list[Row]:
             trace += [_entry("free_requested", place, size), _entry("free_completed", place, size)]
     largest = _entry("alloc", 10, 512 * 1024, "forward")
     trace += [largest, _entry("free_requested", 10, largest["size"])]
+    trace.append(_entry("alloc", 11, 512 * 16, "step"))  # the peak: the largest isn't free yet
     trace += [_entry("free_completed", 10, largest["size"])]
     return [*trace, _entry("alloc", 10, 512, "step")]
 
@@ -408,13 +416,15 @@ def _entry(action: str, place: int, size: int, *names: str) -> Row:
     return {"action": action, "addr": place << 20, "size": size, "stream": 0, "frames": frames}
 
 
-def _held(trace: list[Row], *, at_end: bool, outermost: bool = False) -> dict[str, int]:
+def _held(
+    trace: list[Row], *, at_end: bool, outermost: bool = False, freed: str = "free_completed"
+) -> dict[str, int]:
     live: dict[int, Row] = {}
     most, held = 0, list[Row]()
     for entry in trace:
         if entry["action"] == "alloc":
             live[entry["addr"]] = entry
-        elif entry["action"] == "free_completed":
+        elif entry["action"] == freed:
             live.pop(entry["addr"], None)
         total = sum(each["size"] for each in live.values())
         if total > most or at_end:
@@ -432,6 +442,8 @@ def _peak_hint(yours: dict[str, int], trace: list[Row]) -> str:
     everything = sum(entry["size"] for entry in trace if entry["action"] == "alloc")
     if yours == _held(trace, at_end=True):
         return "That's what is held at the end: copy what's held at the peak."
+    if yours == _held(trace, at_end=False, freed="free_requested"):
+        return "A block isn't free when that is requested: another stream may still use it."
     if yours == _held(trace, at_end=False, outermost=True):
         return "Frames start with the innermost: frames[0]."
     if sum(yours.values()) == everything:

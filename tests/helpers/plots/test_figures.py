@@ -71,3 +71,30 @@ def test_held_says_which_part_of_each_matrix_a_gpu_has(alts):
     with pytest.raises(ValueError, match="x is held 'half'; parts are whole, rows, columns"):
         plots.held([("", "x", 6, 8, "half")], 2, "By half")
     assert len(alts) == 1
+
+
+def test_cache_steps_takes_the_prompt_once_and_then_a_letter_at_a_time(alts):
+    plots.cache_steps("The va", "lue")
+    assert "takes the 6 letters of 'The va'" in alts[0] and "each of 2 decoding passes" in alts[0]
+    assert "next letters are l, u, e" in alts[0]
+
+
+def test_memory_of_servers_says_what_each_needs_and_may_use(alts):
+    gib = 2**30
+    plots.memory_of_servers({"70B on 2": {"16 bits": (66 * gib, 62 * gib)}}, 72 * gib, "Room?")
+    assert "of which 72 GiB may be used. 70B on 2, 16 bits: 128 GiB" in alts[0]
+
+
+def test_predicted_and_published_lists_both(alts):
+    plots.predicted_and_published({"70B": {"128 in": (5300.0, 6378.0)}})
+    assert "70B: 5,300 for 6,378" in alts[0]
+
+
+def test_launches_says_how_long_the_last_kernel_drawn_waits(alts):
+    def span(cat, ts, number):
+        return {"ph": "X", "cat": cat, "ts": ts, "dur": 5.0, "args": {"correlation": number}}
+
+    events = [span("cuda_runtime", 5.0 * k, k) for k in range(3)]
+    events += [span("kernel", 5.0 + 100.0 * k, k) for k in range(3)]
+    plots.launches({"large": events}, 2)
+    assert "large: kernel 2 starts 95 µs after its launch" in alts[0]

@@ -101,6 +101,24 @@ def test_timelines_share_one_scale(recorded, monkeypatch):
     assert "Two stages: " in alt and "One addition: " in alt and "host wait" in alt
 
 
+def test_as_in_a_trace_a_collective_starts_when_its_own_rank_arrives(monkeypatch):
+    def steps(rank, rows):
+        with vgpu.cluster(hosts=1, gpus_per_host=2, rank=rank), vgpu.shapes_only():
+            x = torch.empty(rows, 4096, device="vgpu")
+            with vgpu.record() as found:
+                x @ x.T
+                torch.distributed.all_reduce(x[:64])
+                torch.accelerator.synchronize()
+        return found
+
+    alts = []
+    monkeypatch.setattr("helpers.plots.style.display", lambda picture: alts.append(picture.alt))
+    timeline(vgpu.joined([steps(0, 4096), steps(1, 8192)]), host=True, as_in_trace=True)
+    own, *_ = alts[0].split("vgpu:1")
+    assert "collective, waiting" in own and alts[0].count("collective, waiting") == 1
+    assert "host of rank 0 host at work" in alts[0]
+
+
 def test_lanes_of_joined_ranks_are_numbered_by_rank():
     devices = [torch.device("vgpu", index) for index in range(2)]
     joined = vgpu.Timeline("made by hand", devices, ranks=[0, 64])

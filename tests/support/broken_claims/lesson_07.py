@@ -1,4 +1,4 @@
-"""Lesson 07: what keeps the replicas of DDP equal, and what each of its options does."""
+"""Lesson 07: what keeps DDP's replicas identical, and what each of its options does."""
 
 from broken_claims import Broken
 
@@ -19,7 +19,7 @@ DEAL = "[DistributedSampler(range(length), world_size, rank, **options)"
 BROKEN = [
     Broken(
         **BY_HAND,
-        how="gradients are summed in place of averaged",
+        how="gradients are summed instead of averaged",
         old="parameter.grad /= dist.get_world_size()",
         new="pass",
     ),
@@ -69,7 +69,7 @@ BROKEN = [
     ),
     Broken(
         "C14",
-        "batch norm is not converted",
+        "BatchNorm is not converted",
         expensive=True,
         cell="sync-by-hand",
         old="nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3)).to(gpu)",
@@ -120,14 +120,14 @@ BROKEN = [
     ),
     Broken(
         "C17",
-        "the forward stands outside of no_sync, and every backward sends",
+        "the forward is outside no_sync, so every backward communicates",
         expensive=True,
         old="if use_no_sync and micro < 3:",
         new="if False:",
     ),
     Broken(
         "C18",
-        "the ranks have equally many batches",
+        "the ranks have the same number of batches",
         expensive=True,
         cell="unequal-hang",
         old="    for _ in range(3 + rank):\n        model(x)",

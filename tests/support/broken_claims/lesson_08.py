@@ -1,4 +1,4 @@
-"""Lesson 08: what a move between GPUs does, which GPU works when, and the spread of measured times."""
+"""Lesson 08: copies between GPUs, which GPU is busy when, and the spread of timings."""
 
 from broken_claims import Broken
 
@@ -46,7 +46,7 @@ BROKEN = [
     ),
     Broken(
         "D04",
-        "the halves are of another network",
+        "the halves come from another network",
         expensive=True,
         cell="resnet-equal",
         old="cut(copy.deepcopy(whole), gpus)",
@@ -54,14 +54,14 @@ BROKEN = [
     ),
     Broken(
         "D05",
-        "copies cost nothing",
+        "copies take no time",
         expensive=True,
         old='enable(2, gpu="K80", link=link)',
         new='enable(2, gpu="K80", link=vgpu.Link("none", 1e18, 0, "none"))',
     ),
     Broken(
         "D06",
-        "the batch goes through in two halves",
+        "the batch is sent in two halves",
         expensive=True,
         old="        output = model(images.to(gpus[0]))\n        F.mse_loss",
         new="        output = torch.cat([model(half.to(gpus[0])) for half in images.chunk(2)])\n        F.mse_loss",

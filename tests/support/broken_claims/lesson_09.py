@@ -1,10 +1,10 @@
-"""Lesson 09: what makes a pipeline, what bends its curve, and what streams must wait for."""
+"""Lesson 09: what makes a pipeline, why its curve bends, and what streams must wait for."""
 
 from broken_claims import Broken
 
 # A few of the sweep's ten sizes.
 _FEW_SIZES = [("(1, 3, 5, 8, 10, 12, 20, 40, 60, 120)", "(3, 12, 20, 40, 120)")]
-# The published ones, and the one that's trained three times.
+# The published sizes, and the one for which three batches are recorded.
 _PUBLISHED_SIZES = [("(1, 3, 5, 8, 10, 12, 20, 40, 60, 120)", "(12, 20, 40, 120)")]
 _IN_PIECES = "        for hidden in batch.split(self.split_size):\n"
 _COPY_STREAMS = "            with self.out, self.into:\n"
@@ -17,7 +17,7 @@ _FREE_LAUNCHES = (
 BROKEN = [
     Broken(
         "D07",
-        "the batch goes through in one piece",
+        "the batch is sent in one piece",
         expensive=True,
         old=_IN_PIECES,
         new="        for hidden in [batch]:\n",
@@ -40,7 +40,7 @@ BROKEN = [
     ),
     Broken(
         "D08",
-        "both stages are on one GPU, so nobody idles",
+        "both stages are on one GPU, so neither waits",
         expensive=True,
         old="pipeline(halves(), gpus, size)",
         new="pipeline(halves(), gpus[:1] * 2, size)",
@@ -55,21 +55,21 @@ BROKEN = [
     ),
     Broken(
         "D10",
-        "a copy waits for nobody",
+        "a copy waits for nothing",
         cell="copy-in-both",
         old="            x.to(lab.devices[1])\n",
         new="            with torch.Stream(lab.devices[0]), torch.Stream(lab.devices[1]):\n                x.to(lab.devices[1])\n",
     ),
     Broken(
         "D10",
-        "the copy's user needs no wait, since Python waits",
+        "the copy's reader needs no wait, since Python waits",
         cell="race",
         old="            used = moved + 0",
         new="            torch.accelerator.synchronize(there)\n            used = moved + 0",
     ),
     Broken(
         "A33",
-        "the batches are fetched on the default stream",
+        "the batches are prefetched on the default stream",
         old="default, side = current(weight.device), torch.Stream(weight.device)",
         new="default = side = current(weight.device)",
     ),
@@ -81,7 +81,7 @@ BROKEN = [
     ),
     Broken(
         "D08",
-        "small pieces cost nothing: no launches, and memory without a limit",
+        "small pieces cost nothing: free launches, and unlimited memory bandwidth",
         expensive=True,
         old="vgpu.record(**costs) as timeline:\n            train(",
         new=_FREE_LAUNCHES,
@@ -97,10 +97,10 @@ BROKEN = [
     ),
     Broken(
         "D11",
-        "copies stay in the streams that compute",
+        "copies run on the compute streams",
         cell="gain",
         old=_COPY_STREAMS,
         new="            if True:\n",
     ),
-    Broken("D11", "nobody waits for a copy", cell="gain", old=_ARRIVED, new=""),
+    Broken("D11", "nothing waits for a copy", cell="gain", old=_ARRIVED, new=""),
 ]

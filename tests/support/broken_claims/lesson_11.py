@@ -1,4 +1,4 @@
-"""Lesson 11: what keeps accumulated and recomputed gradients equal to plain ones, and where bytes go."""
+"""Lesson 11: why accumulated and recomputed gradients equal plain ones, and where bytes go."""
 
 from broken_claims import Broken
 
@@ -29,7 +29,7 @@ BROKEN = [
     ),
     Broken(
         "E03",
-        "gradients do not stay until they are zeroed",
+        "gradients don't stay until they're zeroed",
         old="once = linear.weight.grad.clone()\n",
         new="once = linear.weight.grad.clone()\nlinear.zero_grad()\n",
     ),
@@ -47,7 +47,7 @@ BROKEN = [
     ),
     Broken(
         "E06",
-        "each layer is updated as soon as its gradient is there",
+        "each layer is updated as soon as its gradient is ready",
         old='lambda _, name=name: events.append(f"G{name}")',
         new='lambda p, name=name: (events.append(f"G{name}"), p.data.sub_(p.grad)) and None',
     ),
@@ -76,14 +76,14 @@ BROKEN = [
     ),
     Broken(
         "E08",
-        "the random state is not kept for the second forward",
+        "the random state isn't restored for the second forward",
         old="same = dropout_gradients(lambda model: ck(model, x))",
         new="same = dropout_gradients(lambda model: ck(model, x, preserve_rng_state=False))",
     ),
     Broken("E08", "nothing is random", old="nn.Dropout(0.5), nn.Tanh()", new="nn.Tanh()"),
     Broken(
         "E09",
-        "the new variant is the old one",
+        "the new implementation is the old one",
         old="case(partial(checkpoint, use_reentrant=use_reentrant))",
         new="case(partial(checkpoint, use_reentrant=True))",
     ),

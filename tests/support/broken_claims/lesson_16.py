@@ -14,7 +14,7 @@ BROKEN = [
         "L02",
         "ranks keep the numbers of their arrows",
         expensive=True,
-        old='row["id"] = row["id"] * len(traces) + rank',
+        old='event["id"] = event["id"] * len(traces) + rank',
         new="pass",
     ),
     Broken(

@@ -160,7 +160,7 @@ def sum_over_ranks(tensor):
             _mean(total="values.mean()", result="total / dist.get_world_size()"),
             "counts a short shard as much",
         ),
-        (_mean(before="if len(values) == 0: return 0.0"), "never came"),
+        (_mean(before="if len(values) == 0: return 0.0"), "never arrived"),
         (
             _mean(result="total[0] / total[1] if dist.get_rank() == 0 else None").replace(
                 "all_reduce(total", "reduce(total, dst=0"
@@ -224,7 +224,7 @@ def ring_all_reduce(tensor):
     ],
     "6.4": [
         ("never_came = '2'", "an int, counted from 0"),
-        ("never_came = 0", "says which rank never came"),
+        ("never_came = 0", "says which rank never arrived"),
     ],
     "6.5": [
         (

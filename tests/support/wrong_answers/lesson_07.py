@@ -1,4 +1,4 @@
-"""Typical mistakes in the exercises of lesson 07, and what the learner must be told."""
+"""Typical mistakes in lesson 07's exercises, and the message that each must get."""
 
 from wrong_answers import template
 
@@ -55,22 +55,22 @@ _LOSS_OF_ONE = "nn.functional.mse_loss(parallel(x), y) / len(micro_batches)"
 
 WRONG = {
     "7.1": [
-        (_handmade(start="pass"), "that is rank"),
+        (_handmade(start="pass"), "has its own value"),
         (
             _handmade(start="[dist.broadcast(p.data, src=0) for p in module.parameters()]"),
-            "the buffer that is rank",
+            "the buffer: rank",
         ),
         (
             _handmade(start="[dist.broadcast(t, src=0) for t in module.state_dict().values()]"),
-            "module.buffers() lists all",
+            "module.buffers() doesn't",
         ),
         (_handmade(hook="dist.all_reduce(p.grad)"), "divide the sum"),
-        (_handmade(hook="pass"), "average of all ranks"),
+        (_handmade(hook="pass"), "averaged across all ranks"),
         (
             _handmade(hook=f"{_AVERAGE}; {_AVERAGE}"),
             "12: one per backward for each of the 4 parameters",
         ),
-        (_handmade(hook="p.grad.zero_()"), "Nothing moved"),
+        (_handmade(hook="p.grad.zero_()"), "No parameter changed"),
         (
             _handmade(
                 start="[dist.broadcast(t, src=0) for t in (*module.buffers(), *module.parameters())]"
@@ -82,7 +82,7 @@ WRONG = {
             "broadcast was given a CPU tensor, and NCCL carries only what is on the rank's GPU",
         ),
         ("HandmadeDDP = DDP", "write yours from broadcast"),
-        ("def HandmadeDDP(module):\n    pass", "it must be a module"),
+        ("def HandmadeDDP(module):\n    pass", "it must return a module"),
     ],
     "7.2": [
         (_LOSS + "return losses.mean()", "as much weight"),
@@ -125,7 +125,7 @@ WRONG = {
             "class ValidationSampler(DistributedSampler):\n"
             "    def __init__(self, data, num_replicas, rank):\n"
             "        super().__init__(data, num_replicas, rank, shuffle=False, drop_last=True)",
-            "go to no rank",
+            "assigned to no rank",
         ),
         (_sampler("range(rank, len(data) - len(data) % num_replicas, num_replicas)"), "to no rank"),
         (_sampler("range(rank + 1, len(data) + 1, num_replicas)"), "don't exist"),
@@ -150,12 +150,15 @@ WRONG = {
         ("ValidationSampler = [0, 4, 8]", "Pass the function itself"),
     ],
     "7.4": [
-        (_ACCUMULATE.format(body=f"({_LOSS_OF_ONE}).backward()"), "DDP sent after more than one"),
+        (
+            _ACCUMULATE.format(body=f"({_LOSS_OF_ONE}).backward()"),
+            "DDP reduced after more than one",
+        ),
         (
             _ACCUMULATE.format(
                 body=f"with parallel.no_sync():\n            ({_LOSS_OF_ONE}).backward()"
             ),
-            "DDP sent nothing",
+            "DDP reduced nothing",
         ),
         (
             # Only the backward is inside no_sync.
@@ -214,7 +217,7 @@ WRONG = {
             "    for parameter in parallel.parameters():\n"
             "        dist.all_reduce(parameter.grad)\n"
             "        parameter.grad /= dist.get_world_size()",
-            "you sent it, not DDP",
+            "you reduced it, not DDP",
         ),
         ("def accumulate(parallel, micro_batches):\n    pass", "left no gradient"),
     ],

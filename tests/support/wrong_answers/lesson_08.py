@@ -1,4 +1,4 @@
-"""Typical mistakes in the exercises of lesson 08, and what the learner must be told."""
+"""Typical mistakes in lesson 08's exercises, and the message that each must get."""
 
 from wrong_answers import template
 
@@ -69,7 +69,7 @@ WRONG = {
                 stages="nn.ModuleList(s.to(gpus[0]) for s in stages)",
                 hidden="hidden.to(self.gpus[0])",
             ),
-            "Stage i belongs on GPU i",
+            "Stage i belongs on gpus[i]",
         ),
         (
             "class Staged(nn.Module):\n"
@@ -93,7 +93,7 @@ WRONG = {
             "the main outputs are copied away",
         ),
         (_losses(result="main_loss, 0.3 * auxiliary_loss"), "Return the sum"),
-        (_losses(result="main_loss + 0.3 * auxiliary_loss"), "added on one"),
+        (_losses(result="main_loss + 0.3 * auxiliary_loss"), "add the losses on"),
         (
             _losses(
                 main="main.cpu()",
@@ -115,7 +115,7 @@ WRONG = {
         (_losses(result="main_loss + 0.3 * auxiliary_loss.item()"), "cut the graph"),
         (
             _losses(result="main_loss.item() + 0.3 * auxiliary_loss.item()"),
-            ".item() would cut its graph",
+            ".item() would detach it from the graph",
         ),
         (_losses(result="main_loss + auxiliary_loss.to(main.device)"), "0.3 * auxiliary"),
         (
@@ -132,12 +132,12 @@ WRONG = {
         ("def balanced_cut(layers, batch, gpus):\n    return layers[:3]", "how many layers"),
     ],
     "8.4": [
-        (_compare(error="0"), "not more than two errors"),
+        (_compare(error="0"), "no more than two standard errors"),
         (
             _compare(error="statistics.stdev(first) + statistics.stdev(second)"),
             "its number of repeats",
         ),
-        (_compare(said='"faster" if gap > 0 else "slower"'), "about the second list"),
+        (_compare(said='"faster" if gap > 0 else "slower"'), "describes the second list"),
         (
             _compare(error=_ERROR.replace("variance", "pvariance")),
             "one less than the number of repeats",

@@ -1,4 +1,4 @@
-"""Typical mistakes in the exercises of lesson 09, and what the learner must be told."""
+"""Typical mistakes in lesson 09's exercises, and the message that each must get."""
 
 from wrong_answers import template
 
@@ -46,7 +46,7 @@ def repaired(batches, weight):
 )
 
 
-# A new tensor for each batch, which is freed while its product may still read it.
+# A new tensor for each batch, which is freed while its matmul may still be reading it.
 _NOT_RECORDED = """
 def repaired(batches, weight):
     default, side = torch.accelerator.current_stream(weight.device), torch.Stream(weight.device)
@@ -66,7 +66,7 @@ WRONG = {
         (_pipelined(pieces="[batch]"), "Every stage sees every piece once"),
         (_pipelined(step="hidden = stage(hidden)"), "same device"),
         (_pipelined(returned="outputs"), "torch.cat(outputs)"),
-        (_pipelined(returned="torch.cat(outputs[::-1])"), "in the order of the batch"),
+        (_pipelined(returned="torch.cat(outputs[::-1])"), "in the batch's order"),
         (_pipelined(returned="torch.cat(outputs).to(gpus[0])"), "stay on the last GPU"),
         (_pipelined(returned="torch.cat(outputs).detach()"), "cut the graph"),
         (_pipelined(step="hidden = stage(hidden.detach().to(gpu))"), "cuts the graph"),
@@ -94,13 +94,13 @@ WRONG = {
     ],
     "9.3": [
         (_repaired(), "before its copy has arrived"),
-        (_repaired(first=_ARRIVED), "may still read"),
+        (_repaired(first=_ARRIVED), "may still be reading"),
         (_repaired(second=_READ, third=_ARRIVED), "take turns"),
         (_NOT_RECORDED, "or call record_stream"),
         (
             _repaired(first=_ARRIVED, second=_READ).replace(f"    {_READ}\n", "", 1),
-            "may still read the buffers' memory",
+            "may still be reading the buffers' memory",
         ),
-        (_repaired(first=_ARRIVED, second=_READ, returned="products[1:]"), "One product for each"),
+        (_repaired(first=_ARRIVED, second=_READ, returned="products[1:]"), "one product for each"),
     ],
 }

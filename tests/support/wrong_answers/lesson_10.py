@@ -1,4 +1,4 @@
-"""Typical mistakes in the exercises of lesson 10, and what the learner must be told."""
+"""Typical mistakes in lesson 10's exercises, and the message that each must get."""
 
 _LOSSES = "def all_losses(step, batches):\n    {}\n"
 
@@ -23,21 +23,17 @@ WRONG = {
     "10.1": [
         # All forward, then all backward.
         (_order(warm="micro_batches"), "Too many in flight"),
-        # The same warm-up on every stage: the last one holds four as well.
-        # One more than needed.
-        # No warm-up at all: everything fits, and nothing overlaps.
-        (_order(warm="0"), "the first ones can run more forwards"),
+        # No warm-up at all: everything fits, but nothing overlaps.
+        (_order(warm="0"), "the first stages can run more forwards"),
         # The warm-up grows with the stage, although it should shrink.
         (_order(warm="min(stage, micro_batches)"), "never ends"),
-        # Backward before forward in the steady part: the last stage has nothing to run backward.
+        # Backward before forward in the steady state: the last stage has nothing to run backward.
         (_order(loop=f'row.append(f"B{{i}}"); {_NEXT}'), "comes later in its own row"),
         # Three warm-up forwards, even with one micro-batch.
         (_order(warm="3 - stage"), "These rows aren't a schedule"),
-        # Without the backwards at the end.
-        # Numbers instead of strings.
     ],
     "10.2": [
-        # Equally many layers each.
+        # The same number of layers each.
         (
             _CUT.format(
                 "each = count // devices; return [each] * (devices - 1) + "
@@ -45,19 +41,19 @@ WRONG = {
             ),
             "the pace of the longest",
         ),
-        # One layer each, and the rest on the last.
+        # The remainder as one more stage.
         (_CUT.format("return [count // devices] * devices + [count % devices]"), "add up to"),
-        (_CUT.format("return [0] * (devices - 1) + [count]"), "whole numbers of at least 1"),
+        (_CUT.format("return [0] * (devices - 1) + [count]"), "integers of at least 1"),
         (_CUT.format("return [sum(layer_times) / devices] * devices"), "how many layers"),
     ],
     "10.3": [
         (_LOSSES.format("return [step(batch).item() for batch in batches]"), "no .item() in"),
         (
             _LOSSES.format("losses = list(map(step, batches)); return [x.item() for x in losses]"),
-            "make one tensor",
+            "into one tensor",
         ),
-        (_LOSSES.format("return [step(batch) for batch in batches]"), "Read the numbers once"),
-        (_LOSSES.format("return sum(map(step, batches)).item()"), "Python numbers"),
+        (_LOSSES.format("return [step(batch) for batch in batches]"), "Read the values once"),
+        (_LOSSES.format("return sum(map(step, batches)).item()"), "Python floats"),
         (_LOSSES.format("return torch.stack([step(b) for b in batches[1:]]).tolist()"), "a list"),
     ],
 }

@@ -1,4 +1,4 @@
-"""Typical mistakes in the exercises of lesson 11, and what the learner must be told."""
+"""Typical mistakes in lesson 11's exercises, and the message that each must get."""
 
 _PEAK = (
     "def peak_bytes(sizes, batch_size, optimizer):\n"
@@ -25,10 +25,10 @@ WRONG = {
     "11.1": [
         # The sum of all causes, as if all peaked at once.
         (_PEAK.format("4 * (always + sum(weights) + hidden)"), "The peak is in backward"),
-        # Without the gradients of activations.
-        (_PEAK.format("4 * (always + hidden)"), "Held at that moment: parameters"),
+        # Without the activations' gradients.
+        (_PEAK.format("4 * (always + hidden)"), "In memory at that moment: parameters"),
         (
-            # Right for backward, but the update is forgotten.
+            # Right for backward, but without the update.
             _PEAK.format(
                 "4 * (always + max(batch_size * (sum(sizes[1 : i + 2]) + 2 * sizes[i + 1])"
                 " + sum(weights[i + 1 :]) for i in range(len(weights))))"
@@ -40,7 +40,7 @@ WRONG = {
             "The peak is in",
         ),
         (
-            # The larger of two moments, of which one is counted too low.
+            # The larger of two moments, one of which is underestimated.
             _PEAK.format("4 * (always + max(hidden, sum(weights) + states * max(weights)))"),
             "case 1 of 8",
         ),
@@ -51,8 +51,7 @@ WRONG = {
             ),
             "a float32 has 4 bytes",
         ),
-        (_PEAK.format("0"), "Held at that moment"),
-        # The solution's formula, each time without one of its terms.
+        (_PEAK.format("0"), "In memory at that moment"),
         (
             # Right, but not a prediction.
             "def peak_bytes(sizes, batch_size, optimizer):\n"
@@ -77,12 +76,12 @@ WRONG = {
             _ACCUMULATE.format(before=_TOTAL, loss=f"{_SUM} / total.item()"),
             "DDP divides by the number of ranks",
         ),
-        (_ACCUMULATE.format(before=_TOTAL, loss=_SUM), "divide by all samples"),
+        (_ACCUMULATE.format(before=_TOTAL, loss=_SUM), "by the number of all samples"),
         (
             _ACCUMULATE.format(before=f"{_TOTAL}; dist.barrier()", loss=_RIGHT).replace(
                 "dist.barrier()", "dist.all_reduce(torch.ones(3))"
             ),
-            "One number per rank",
+            "One value per rank",
         ),
         (
             _ACCUMULATE.format(before=_TOTAL, loss=_RIGHT).replace(
@@ -91,14 +90,14 @@ WRONG = {
             "inside no_sync",
         ),
         (
-            # Every micro-batch separately and bypassing DDP, then sent by hand.
+            # Each micro-batch separately, bypassing DDP, then reduced by hand.
             "def accumulate(parallel, micro_batches):\n"
             "    total = torch.tensor(sum(len(x) for x, _ in micro_batches))\n"
             "    dist.all_reduce(total)\n"
             "    for x, y in micro_batches:\n"
             "        (F.mse_loss(parallel.module(x), y, reduction='sum') / total).backward()\n"
             "    dist.all_reduce(parallel.module.weight.grad)",
-            "DDP sends them once",
+            "DDP reduces them once",
         ),
         (
             "def accumulate(parallel, micro_batches):\n"
@@ -119,7 +118,7 @@ WRONG = {
     ],
     "11.3": [
         (
-            # The fewest stages, which aren't the fewest layers.
+            # The fewest stages, which don't have the fewest layers.
             "def choose(layers, unit_bytes, budget_bytes):\n"
             "    for size in range(len(layers) + 1):\n"
             "        for c in combinations(range(len(layers)), size):\n"
@@ -133,7 +132,7 @@ WRONG = {
         ("def choose(layers, unit_bytes, budget_bytes):\n    return None", "a choice that fits"),
         ("def choose(layers, unit_bytes, budget_bytes):\n    return [99]", "indices from 0"),
         (
-            # What forward leaves, without what backward recomputes.
+            # What forward keeps, without what backward recomputes.
             "def choose(layers, unit_bytes, budget_bytes):\n"
             "    best = None\n"
             "    for size in range(len(layers) + 1):\n"

@@ -1,4 +1,4 @@
-"""Typical mistakes in the exercises of lesson 16, and what the learner must be told."""
+"""Typical mistakes in the exercises for lesson 16, and what the learner must be told."""
 
 from wrong_answers import template
 
@@ -59,7 +59,10 @@ def one_page(traces):
 """,
     later='(trace["baseTimeNanoseconds"] - first) / 1e3',
     copy="dict(row)",
-    pid='pids.setdefault((rank, row["pid"]), len(pids))',
+    pid=(
+        'f"rank {rank}: {row[\'pid\']}" if isinstance(row["pid"], str) '
+        'else pids.setdefault((rank, row["pid"]), len(pids))'
+    ),
     id='row["id"] * len(traces) + rank',
     name="f\"rank {rank}: {row['args']['name']}\"",
 )
@@ -126,14 +129,24 @@ WRONG = {
         (_page(later='trace["baseTimeNanoseconds"] - first'), "divide by 1000"),
         (_page(later="0"), "baseTimeNanoseconds says when it started"),
         (_page(later='(first - trace["baseTimeNanoseconds"]) / 1e3'), "add the difference"),
-        (_page(copy="row"), "Copy each row before you change it"),
-        (_page(pid='row["pid"]'), "number the pairs of rank and pid"),
+        (_page(copy="row"), "Copy each event before you change it"),
+        (_page(pid='row["pid"]'), "a string pid is a name itself"),
+        (
+            _page(pid='f"rank {rank}: {row[\'pid\']}" if row["pid"] == "Spans" else row["pid"]'),
+            "number the pairs of rank and pid",
+        ),
         (_page(pid="rank"), "a separate number for each pair of rank and pid"),
         (_page(id='row["id"]'), "Each rank counts its ids from 1"),
         (_page(id="f\"{rank}:{row['id']}\""), "Perfetto drops arrows"),
-        (_page(name='row["args"]["name"]'), "Rows named process_name"),
-        ("def one_page(traces):\n    return []", "all rows of all ranks"),
-        ("def one_page(traces):\n    return 3", "Return a list of rows"),
+        (_page(name='row["args"]["name"]'), "Events named process_name"),
+        # Numbers for all: right for each pid, but "Spans" has lost its name; or no number at all.
+        (
+            _page(pid='pids.setdefault((rank, row["pid"]), len(pids))'),
+            "a string pid is a name itself",
+        ),
+        (_page(pid='row["pid"] * len(traces) + rank'), "A pid may be a string"),
+        ("def one_page(traces):\n    return []", "all events of all ranks"),
+        ("def one_page(traces):\n    return 3", "Return a list of events"),
     ],
     "16.4": [
         (_PEAK.replace("for entry in held", "for entry in live.values()"), "held at the end"),
@@ -148,6 +161,7 @@ WRONG = {
             _PEAK.replace('entry["action"] == "alloc"', '"alloc" in entry["action"]'),
             "Blocks are parts of segments",
         ),
+        (_PEAK.replace("free_completed", "free_requested"), "isn't free when that is requested"),
         (_PEAK.replace("by_function.get(name, 0) + ", ""), "from its alloc to"),
         ("def at_peak(trace):\n    return 3", "Return a dictionary"),
     ],

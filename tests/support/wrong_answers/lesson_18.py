@@ -1,4 +1,4 @@
-"""Typical mistakes in the exercises of lesson 18, and what the learner must be told."""
+"""Typical mistakes in the exercises for lesson 18, and what the learner must be told."""
 
 from wrong_answers import template
 
@@ -8,7 +8,7 @@ def bytes_on_gpu(sizes, sequences, tokens, bits, tp):
     heads = {heads}
     return {numbers} * heads * sizes.head_width * sequences * tokens * {bits}
 """,
-    heads="max(1, sizes.key_value_heads // tp)",
+    heads="-(-sizes.key_value_heads // tp)",
     numbers="2 * sizes.layers",
     bits="bits // 8",
 )
@@ -63,7 +63,8 @@ WRONG = {
         (_cache(numbers="sizes.layers"), "Keys and values"),
         (_cache(heads="sizes.key_value_heads"), "all GPUs together"),
         (_cache(heads="max(1, sizes.heads // tp)"), "fewer of them than query heads"),
-        (_cache(heads="sizes.key_value_heads / tp"), "at least one"),
+        (_cache(heads="sizes.key_value_heads", bits="bits // 8 // tp"), "whole heads"),
+        (_cache(bits="bits / 8"), "make it an integer"),
         (_cache(bits="bits"), "bits / 8 bytes"),
         (_cache(bits="2"), "not always 16"),
         (_cache(numbers="2"), "Every layer"),
@@ -97,10 +98,22 @@ def draw(logits, noise):
         (_batch(room=_ROOM.replace(" - weight_bytes", "")), "the weights once"),
     ],
     "18.4": [
-        (_fair(key="place", share="max(0, left)"), "gets none"),
-        (_fair(share="max(0, left)"), "gets none"),
+        (_fair(key="place", share="max(0, left)"), "an equal share"),
+        (_fair(share="max(0, left)"), "an equal share"),
         (_fair(left="budget"), "Those that decode count, too"),
-        (_fair(share="budget // 64"), "leaves the rest"),
+        (_fair(share="budget // 64"), "an equal share, unless it needs less"),
+        # One token for each prompt, and the rest to the shortest; or in order of arrival.
+        (_fair(share="max(1, left - (len(prompts) - done - 1))"), "others overtake it"),
+        (
+            _fair(share="max(1, left - (len(prompts) - done - 1))", key="place"),
+            "others overtake it",
+        ),
+        (
+            _fair(
+                share="max(0, budget - sum(g.prompt_left == 0 for g in generations)) // len(prompts)"
+            ),
+            "leaves the rest",
+        ),
         (
             "def fair(generations, budget):\n"
             "    return [budget // len(generations) for g in generations]",

@@ -285,8 +285,8 @@ def test_a_hang_names_the_collective_on_virtual_tensors():
     ("options", "phrase"),
     [
         ({"gpu": "Z9"}, "no GPU preset 'Z9'"),
-        ({"memory_bytes": 5}, "also name its model"),
-        ({"gpu": "V100", "memory_bytes": 0}, "must be a positive whole number.*; found 0"),
+        ({"memory_bytes": 5}, "also pass gpu"),
+        ({"gpu": "V100", "memory_bytes": 0}, "must be a positive integer.*; found 0"),
     ],
 )
 def test_launch_refuses_impossible_gpus(options, phrase):

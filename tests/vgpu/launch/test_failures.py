@@ -86,7 +86,7 @@ except ZeroDivisionError as error:
         "a result that cannot be unpickled",
         "return DDP(torch.nn.Linear(1, 1))",
         launch.LaunchError,
-        ["the result of rank 0 was sent, but can't be rebuilt here", "model.module"],
+        ["the result of rank 0 was sent, but can't be unpickled here", "model.module"],
     ),
     Fault(
         "killed, as when memory runs out",
@@ -117,7 +117,7 @@ except ZeroDivisionError as error:
             "rank 0 waits in all_reduce, ",
             "line 5: dist.all_reduce(t)",
             "rank 2 has returned from the function",
-            "collective 2 of the default group: ranks 0 and 1 came, rank 2 never came.",
+            "collective 2 of the default group: ranks 0 and 1 arrived, rank 2 never arrived.",
         ],
         nprocs=3,
     ),
@@ -125,7 +125,7 @@ except ZeroDivisionError as error:
         "a rank that is busy elsewhere",
         "if rank == 1:\n    while True: pass\ndist.broadcast(torch.ones(1), 0)\ndist.barrier()",
         launch.RanksHung,
-        ["rank 1 is at <cell", "line 3: while True: pass", "rank 1 never came"],
+        ["rank 1 is at <cell", "line 3: while True: pass", "rank 1 never arrived"],
         timeout_s=1.0,
         absent=["never would have"],
     ),
@@ -139,7 +139,7 @@ except ZeroDivisionError as error:
         "tensors of different sizes",
         "dist.all_reduce(torch.ones(2 + rank))\ndist.barrier()",
         launch.RanksHung,
-        ["never would have", "rank 0 brings [[2]] Float; rank 1 brings [[3]] Float"],
+        ["never would have", "rank 0 passes [[2]] Float; rank 1 passes [[3]] Float"],
     ),
     Fault(
         "groups used in a different order",
@@ -148,13 +148,16 @@ groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
 for group in groups[:: 1 - 2 * rank]:
     dist.all_reduce(torch.ones(1), group=group)""",
         launch.RanksHung,
-        ["collective 1 of group 1: rank 0 came, rank 1 never", "group 2: rank 1 came, rank 0"],
+        [
+            "collective 1 of group 1: rank 0 arrived, rank 1 never",
+            "group 2: rank 1 arrived, rank 0",
+        ],
     ),
     Fault(
         "an asynchronous collective",
         "if rank: return\nwork = dist.all_reduce(torch.ones(1), async_op=True)\nx = 1\nwork.wait()",
         launch.RanksHung,
-        ["rank 0 waits in wait(), ", "line 5: work.wait(); unfinished: the all_reduce begun at"],
+        ["rank 0 waits in wait(), ", "line 5: work.wait(); unfinished: the all_reduce started at"],
     ),
     Fault(
         "a group with a time limit of its own",
@@ -195,7 +198,7 @@ for _ in range(2 + rank):
         "DDP built on one rank only",
         "if rank == 0: DDP(torch.nn.Linear(2, 1))",
         launch.RanksHung,
-        ["rank 0 waits in the construction of DistributedDataParallel", "rank 1 never came"],
+        ["rank 0 waits in the constructor of DistributedDataParallel", "rank 1 never arrived"],
     ),
     Fault(
         "a forward under fully_shard on one rank only",
@@ -205,7 +208,7 @@ net = torch.nn.Linear(2, 2)
 fully_shard(net)
 if rank == 0: net(torch.ones(1, 2))""",
         launch.RanksHung,
-        ["rank 0 waits in a gather or reduction of fully_shard, ", "rank 1 never came"],
+        ["rank 0 waits in a gather or reduction of fully_shard, ", "rank 1 never arrived"],
     ),
     Fault(
         "ranks that are only slow",
@@ -234,7 +237,7 @@ if rank == 0: net(torch.ones(1, 2))""",
         "a group that only one rank creates",
         "if rank: dist.new_group([0, 1])\ndist.barrier()",
         launch.RanksHung,
-        ["never would have", "new_group([0, 1]): rank 1 came, rank 0 never came"],
+        ["never would have", "new_group([0, 1]): rank 1 arrived, rank 0 never arrived"],
     ),
 ]
 # On other systems, nobody can tell what type the dead rank's tensor had.
@@ -247,7 +250,7 @@ if sys.platform == "linux":
             [
                 "SIGABRT",
                 "Mismatch in all_reduce",
-                "rank 0 brings [[4]] Float; rank 1 brings [[4]] Double",
+                "rank 0 passes [[4]] Float; rank 1 passes [[4]] Double",
             ],
         )
     )
@@ -352,7 +355,10 @@ def test_a_thread_that_outlives_the_function_is_reported(monkeypatch, others):
         return rank
     """
     monkeypatch.setattr(launcher, "RELEASE_LIMIT_S", 0.5)
-    with pytest.warns(UserWarning, match="rank 1 still ran something else, such as a thread"):
+    with pytest.warns(
+        UserWarning,
+        match="rank 1 had not exited: something else, such as a thread, was still running",
+    ):
         assert launch.run(cell(source)["main"], 2) == [0, 1]
     assert left_behind(others) == []
 

@@ -45,7 +45,7 @@ def test_a_rank_outside_the_group_is_not_missing():
     members = {"1": [0, 1]}
     inside = waiting(started(1, group="1"), members=members)
     text = explain([inside, returned(), returned()], str)
-    assert "rank 0 came, rank 1 never came" in text and "rank 2 never" not in text
+    assert "rank 0 arrived, rank 1 never arrived" in text and "rank 2 never" not in text
 
 
 def test_all_reduce_of_different_sizes_is_a_mismatch():
@@ -103,7 +103,7 @@ def test_a_new_group_that_a_member_never_creates_is_a_certain_hang():
     assert is_deadlock([making_group([0, 1]), missing])
     assert is_deadlock([making_group([0, 1]), waiting(started(1))])
     text = explain([making_group([0, 1]), missing], str)
-    assert "new_group([0, 1]): rank 0 came, rank 1 never came" in text
+    assert "new_group([0, 1]): rank 0 arrived, rank 1 never arrived" in text
     assert not is_deadlock([making_group([0, 1]), making_group([0, 1])])
     missing.groups_made = 2  # it has created it and moved on
     assert not is_deadlock([making_group([0, 1]), missing])
@@ -119,7 +119,7 @@ def test_a_group_whose_timeout_comes_first_raises_its_own_error():
 def test_all_reduce_of_different_dtypes_is_a_mismatch():
     wide = CollectiveRecord("0/gloo", 1, "all_reduce", LINE, "[2] Double", ((2, "Double"),), False)
     (line,) = mismatches([waiting(started(1)), waiting(wide)])
-    assert "rank 0 brings [2] Float; rank 1 brings [2] Double" in line
+    assert "rank 0 passes [2] Float; rank 1 passes [2] Double" in line
 
 
 def test_a_stopped_rank_hangs_the_ranks_that_wait_for_it():

@@ -59,7 +59,7 @@ def test_a_ranks_output_is_cut_at_its_limit_and_the_others_is_not(capsys):
     output.finish()
     shown = capsys.readouterr()
     assert "lost" not in shown.out and "[rank 1] shown\n" in shown.out
-    assert "5 more characters of this rank are not shown" in shown.err
+    assert "5 more characters from this rank are not shown" in shown.err
 
 
 def test_prints_are_shown_in_order_of_time_and_marked_by_rank(capsys):

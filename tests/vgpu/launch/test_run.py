@@ -236,9 +236,7 @@ def test_the_error_for_an_unpicklable_function_names_the_cause():
 
 
 def test_a_function_that_does_not_take_rank_and_world_size_is_refused_before_anything_starts():
-    message = (
-        r"calls main\(rank, world_size\), and main\(rank\) can't be called like that: too many"
-    )
+    message = r"calls main\(rank, world_size\), and main\(rank\) can't be called that way: too many"
     with pytest.raises(TypeError, match=message):
         run("def main(rank): return rank", 2)
     with pytest.raises(TypeError, match="missing a required argument: 'data'"):

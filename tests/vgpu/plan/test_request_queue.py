@@ -64,7 +64,7 @@ def test_a_request_that_arrives_with_its_cache_computes_only_the_rest():
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        ({"arrival_s": -1.0}, "arrival_s must be seconds"),
+        ({"arrival_s": -1.0}, "arrival_s must be a finite, non-negative number of seconds"),
         ({"prompt": 0}, "prompt must be at least 1"),
         ({"cached": 10}, "cached must be from 0 to 9, got 10"),
     ],

@@ -79,7 +79,10 @@ def test_the_expected_slowest_matches_random_draws():
 REFUSED = [
     *[("arithmetic_share", share, "in (0, 1]") for share in (0, -0.1, 1.01, math.nan, "0.5")],
     ("locked_share", 2, "in (0, 1]"),
-    *[("kernel_s", time_s, "seconds") for time_s in (-1e-6, math.nan, math.inf, None)],
+    *[
+        ("kernel_s", time_s, "a finite, non-negative")
+        for time_s in (-1e-6, math.nan, math.inf, None)
+    ],
     *[("gpus_per_host", count, "a whole number of at least 0") for count in (-8, 2.5)],
     *[("slowest_of", count, "a whole number of at least 1") for count in (0, math.nan, True)],
     *[("speed_spread", spread, "at least 0 and below 1") for spread in (-0.1, 1, math.nan)],
@@ -292,7 +295,7 @@ def test_the_host_with_the_fewest_gpus_slows_down_its_group(
 
 def test_a_collective_that_is_not_in_the_table_is_refused():
     costs = vgpu.CostModel(vgpu.PRESETS["V100"])
-    with pytest.raises(ValueError, match="no collective 'gossip'; there are all_reduce"):
+    with pytest.raises(ValueError, match="no collective is called 'gossip'; use one of all_reduce"):
         costs.collective_time_s("gossip", 1, 2)
     with pytest.raises(ValueError, match="broadcast among 0 GPUs"):
         costs.collective_time_s("broadcast", 1, 0)

@@ -258,8 +258,8 @@ def test_a_deadlock_says_who_waits_for_whom():
 
     with pytest.raises(vgpu.Deadlock) as caught:
         joined(waits, waits)
-    assert "rank 0 waits in recv from rank 1 of 1,000 bytes" in str(caught.value)
-    assert "rank 1 waits in recv from rank 0 of 1,000 bytes" in str(caught.value)
+    assert "rank 0 waits in recv of 1,000 bytes from rank 1" in str(caught.value)
+    assert "rank 1 waits in recv of 1,000 bytes from rank 0" in str(caught.value)
     with pytest.raises(vgpu.Deadlock) as caught:
         joined(lambda rank, x: dist.all_reduce(x), lambda rank, x: x.neg())
     assert "rank 0 waits in all_reduce of 1,000 bytes among ranks [0, 1]" in str(caught.value)
@@ -267,7 +267,9 @@ def test_a_deadlock_says_who_waits_for_whom():
 
 
 def test_joined_refuses_ranks_with_different_calls():
-    with pytest.raises(ValueError, match=r"ranks 0 and 1 meet .* all_reduce of 1,000 bytes and br"):
+    with pytest.raises(
+        ValueError, match=r"ranks 0 and 1 make different calls .* all_reduce of 1,000 bytes and br"
+    ):
         joined(lambda rank, x: dist.all_reduce(x), lambda rank, x: dist.broadcast(x, 0))
     with pytest.raises(ValueError, match=r"1,000 bytes and all_reduce of 400 bytes"):
         joined(lambda rank, x: dist.all_reduce(x), lambda rank, x: dist.all_reduce(x[:100]))
@@ -275,7 +277,7 @@ def test_joined_refuses_ranks_with_different_calls():
 
 def test_joined_refuses_recordings_that_do_not_match():
     one = of_rank(0, lambda rank, x: dist.send(x, 1), gpus_per_host=3)
-    with pytest.raises(ValueError, match="there are several recordings of rank 0"):
+    with pytest.raises(ValueError, match="there are multiple recordings of rank 0"):
         vgpu.joined([one, one])
     other = of_rank(2, lambda rank, x: x.neg(), gpus_per_host=3)
     with pytest.raises(ValueError, match="rank 0 calls send with rank 1, which has no recording"):
