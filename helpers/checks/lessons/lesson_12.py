@@ -140,7 +140,7 @@ def _zero1_hint(
     if abs(ratio - _RANKS) < 0.05:
         return f"The step is {_RANKS} times too large: you used the ranks' sum, not their average."
     if abs(ratio - 1 / _RANKS) < 0.05 / _RANKS:
-        return f"The step is {_RANKS} times too small: averaged_part already divides by the world size."
+        return f"The step is {_RANKS} times too small: don't divide again after averaged_part."
     if not names & {"reduce_scatter", "all_reduce"}:
         return "Each rank has used only its own gradient. All ranks' gradients must be averaged."
     return f"The step is {ratio:.2f} times as large as the right one."
@@ -158,7 +158,7 @@ def _judge_collectives(
                 expected=f"at most {allowed.get(name, 0)} in {_STEPS} steps",
                 given=given,
                 hint=(
-                    "An all-reduce does both halves: each rank gets the full sum, but needs only a quarter. "
+                    "An all-reduce does both halves, but a rank needs only a quarter of the sum. "
                     if name == "all_reduce"
                     else ""
                 )
@@ -251,7 +251,7 @@ def which_batch(answer: Callable[[int, float, float], float]) -> dict[str, str]:
         with for_input(given, "Return the number of tokens as one number."):
             yours = answer(gpus, flop_per_s, bytes_per_s)
             expect_number(yours, "a number of tokens")
-        # Two bytes to gather per parameter, and two operations per parameter and token: the twos cancel.
+        # Two bytes per parameter, and two operations per parameter and token: the twos cancel.
         wanted = (gpus - 1) / gpus * flop_per_s / bytes_per_s
         # The number rounded up to a whole token is right, too.
         if not abs(yours - wanted) <= max(0.01 * wanted, 1):
@@ -278,8 +278,8 @@ def _tokens_hint(ratio: float, gpus: int) -> str:
     return hint_by_value(
         ratio,
         ratios,
-        f"Yours is {ratio:.3g} times the right number. Set the time to gather (gpus - 1)/gpus x 2 bytes "
-        "per parameter equal to the time to compute 2 operations per parameter and token.",
+        f"Yours is {ratio:.3g} times the right number. Set the time to gather (gpus - 1)/gpus x 2 "
+        "bytes per parameter equal to the time to compute 2 operations per parameter and token.",
     )
 
 

@@ -100,14 +100,14 @@ def _hint_for_gradient(yours: Any, right: torch.Tensor, ranks: int) -> str:
             "must not sum it over the ranks."
         )
     if torch.allclose(ranks * yours, right, rtol=1e-3, atol=1e-4):
-        return f"{ranks} times too small: does forward divide by the world size? Then backward does, too."
+        return f"{ranks} times too small: if forward divides by that, backward must, too."
     return "Every rank continues with the same output: pass its gradient back unchanged."
 
 
 def _expect_budget(
     calls: list[tuple[str, int]], count: int, size_bytes: int, phase: str, where: str
 ) -> None:
-    """Raise ``Wrong`` unless ``calls`` are at most ``count`` all-reduces of ``size_bytes`` in all."""
+    """Raise ``Wrong`` unless ``calls`` are at most ``count`` all-reduces of ``size_bytes``."""
     spent = sum(size for _, size in calls)
     if (
         len(calls) > count
@@ -298,8 +298,8 @@ def split_cross_entropy(answer: Callable[..., Any]) -> dict[str, Any]:
         gathered = 4 * tokens * words * (ranks - 1) / ranks
         used = 3 * 2 * (ranks - 1) / ranks * 4 * tokens
         shown[given] = (
-            f"loss and gradient match; {format_bytes(used)} sent, three numbers per token; gathering "
-            f"the logits would take {format_bytes(gathered)}, and more with a larger vocabulary"
+            f"loss and gradient match; {format_bytes(used)} sent, three numbers per token; "
+            f"gathering the logits would take {format_bytes(gathered)}, and more with a larger vocabulary"
         )
     return shown
 
@@ -372,8 +372,8 @@ def _hint_for_time(
         return "The host isn't done by then: it launches as many kernels as for one GPU."
     if degree == 1:
         return (
-            "One GPU computes everything and sends nothing. Meanwhile, the host launches kernels: the "
-            "longer of the two times counts."
+            "One GPU computes everything and sends nothing. Meanwhile, the host launches kernels: "
+            "the longer of the two times counts."
         )
     if yours[degree] < wanted:
         return (

@@ -50,7 +50,7 @@ def groups_of(answer: Callable[[tuple[int, ...], int], list[list[int]]]) -> dict
 
 
 def _as_groups(yours: Any) -> list[list[int]]:
-    """Return the groups as lists of numbers, or an empty list if ``yours`` isn't groups of ranks."""
+    """Return the groups as lists of numbers, or an empty list if ``yours`` has no such groups."""
     try:
         return [[int(rank) for rank in group] for group in yours]
     except (TypeError, ValueError, RuntimeError):  # not iterable, or not numbers
@@ -109,7 +109,7 @@ def attend(answer: Callable[[torch.Tensor, Iterator[Any]], torch.Tensor]) -> dic
                     yours=f"a tensor with {seen.numel} elements",
                     expected=f"at most {room}, as many as the largest block has scores",
                     given=given,
-                    hint="The values are right, but blocks are concatenated. Process one at a time.",
+                    hint="The values are right, but blocks are joined. Process one at a time.",
                 )
             if max(held, default=0) > 2:  # a loop also holds the previous block
                 raise Wrong(
@@ -191,7 +191,7 @@ def balanced(answer: Callable[[int, int], Sequence[int]]) -> dict[str, Any]:
         if sorted(chunk for chunks in held for chunk in chunks) != list(range(2 * ranks)):
             raise Wrong(
                 yours=dealt,
-                expected=f"each of the chunks 0 to {2 * ranks - 1} on exactly one rank, two per rank",
+                expected=f"each of the chunks 0 to {2 * ranks - 1} on just one rank, two per rank",
                 given=given,
                 hint="If no rank holds a chunk, it's missing; if two do, it's computed twice.",
             )
