@@ -100,7 +100,7 @@ def _hint_for_gradient(yours: Any, right: torch.Tensor, ranks: int) -> str:
             "must not sum it over the ranks."
         )
     if torch.allclose(ranks * yours, right, rtol=1e-3, atol=1e-4):
-        return f"{ranks} times too small: if forward divides by that, backward must, too."
+        return f"{ranks} times too small: if forward divides by {ranks}, backward must, too."
     return "Every rank continues with the same output: pass its gradient back unchanged."
 
 
@@ -299,7 +299,7 @@ def split_cross_entropy(answer: Callable[..., Any]) -> dict[str, Any]:
         used = 3 * 2 * (ranks - 1) / ranks * 4 * tokens
         shown[given] = (
             f"loss and gradient match; {format_bytes(used)} sent, three numbers per token; "
-            f"gathering the logits would take {format_bytes(gathered)}, and more with a larger vocabulary"
+            f"gathering the logits would take {format_bytes(gathered)}, more with a larger vocabulary"
         )
     return shown
 

@@ -213,8 +213,9 @@ class _Task(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.sizes.parameters / 1e9:.1f} billion parameters, sequence length "
-            f"{self.sequence}, {self.gpus} {self.gpu} in hosts of {self.gpus_per_host}, {self.network}"
+            f"{self.sizes.parameters / 1e9:.1f} billion parameters, "
+            f"sequence length {self.sequence}, {self.gpus} {self.gpu} "
+            f"in hosts of {self.gpus_per_host}, {self.network}"
         )
 
     def plan(self, tp: int = 1, batch: int = 1) -> Plan:
