@@ -67,7 +67,7 @@ WRONG = {
         (
             'my_plan = Plan(LLAMA["70B"], Layout(dp_shard=64), recompute="full", '
             "reshard_after_forward=False)",
-            "stays until backward",
+            "gathered parameters stay until backward",
         ),
         (
             'my_plan = Plan(LLAMA["70B"], Layout(dp_shard=8, tp=8), batch=8, recompute="full")',
