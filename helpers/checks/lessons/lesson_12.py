@@ -1,4 +1,4 @@
-"""Checks of lesson 12: ZeRO-1's step, what to wrap, which batch hides a gather, and a checkpoint."""
+"""Checks for lesson 12: the ZeRO-1 step, what to wrap, hiding a gather, and a checkpoint."""
 
 import random
 import tempfile
@@ -24,7 +24,7 @@ _RANKS = 4
 _STEPS = 2
 
 
-@exercise("12.1", "ZeRO-1's step")
+@exercise("12.1", "The ZeRO-1 step")
 def zero1_step(answer: Callable[..., None]) -> dict[str, str]:
     # The second size isn't divisible by the number of ranks.
     layers = (random.randint(2, 5) * 4, random.randint(1, 4) * 4 + 1)
@@ -34,7 +34,7 @@ def zero1_step(answer: Callable[..., None]) -> dict[str, str]:
     ]
     expected = _alone(net, batches)
     given = f"layers 8 → {layers[0]} → {layers[1]} on {_RANKS} ranks, {_STEPS} steps"
-    with for_input(given, "Average, update the shards, gather."):
+    with for_input(given, "Average the gradients, update the shards, gather the parameters."):
         results = on_ranks(
             _zero1_on_rank, _RANKS, answer, net.state_dict(), layers, batches, given=given, gpu=GPU
         )
@@ -45,13 +45,13 @@ def zero1_step(answer: Callable[..., None]) -> dict[str, str]:
                 raise Wrong(
                     yours=yours,
                     expected=wanted,
-                    given=f"{given}: the parameters of rank {rank} after step {step}",
+                    given=f"{given}: the parameters on rank {rank} after step {step}",
                     hint=_zero1_hint(yours, wanted, _before(net, expected, step), calls),
                 )
         if kept:
             raise Wrong(
-                yours=f"{kept} gradients are still there on rank {rank}",
-                expected="no gradient in any parameter",
+                yours=f"{kept} gradients still set on rank {rank}",
+                expected="no parameter has a gradient",
                 given=given,
                 hint="The next backward adds to what's left in .grad: set it to None.",
             )
@@ -60,7 +60,7 @@ def zero1_step(answer: Callable[..., None]) -> dict[str, str]:
     pairs = [pair for steps, _ in results for pair in zip(steps, expected, strict=True)]
     apart = max((yours - wanted).abs().max().item() for yours, wanted in pairs)
     return {
-        "one step calls": f"{names.count('reduce_scatter') // _STEPS} reduce-scatters and "
+        "collectives per step": f"{names.count('reduce_scatter') // _STEPS} reduce-scatters and "
         f"{names.count('all_gather') // _STEPS} all-gathers for {len(sizes)} parameters",
         "differs from one process by": f"{apart:.0e}",
     }
@@ -79,7 +79,7 @@ def _before(net: nn.Module, expected: Sequence[torch.Tensor], step: int) -> torc
 
 
 def _alone(net: nn.Module, batches: Sequence[Any]) -> list[torch.Tensor]:
-    """A single process's parameters on the whole batch, after each step; ``net`` isn't changed."""
+    """Return one process's parameters after each step on the full batch; ``net`` isn't changed."""
     state = {name: value.clone() for name, value in net.state_dict().items()}
     optimizer, after = _optimizer(net.parameters()), []
     for x, y in batches:
@@ -131,20 +131,18 @@ def _zero1_hint(
     names = {name for name, _ in calls}
     if torch.equal(yours, before):
         return (
-            "The parameters haven't changed. The optimizer steps once the shards have their "
-            "gradients; then what's gathered is written into parameter.data."
+            "The parameters haven't changed. Step the optimizer once the shards have their "
+            "gradients, then write the gathered tensors into parameter.data."
         )
     if "all_gather" not in names:
-        return "Each rank has updated only its own parts. The other parts come from an all-gather."
+        return "Each rank has updated only its own parts. Get the others from an all-gather."
     ratio = ((yours - before).norm() / (wanted - before).norm()).item()
     if abs(ratio - _RANKS) < 0.05:
-        return f"The step is {_RANKS} times too large: a sum over the ranks, not their average."
+        return f"The step is {_RANKS} times too large: you used the ranks' sum, not their average."
     if abs(ratio - 1 / _RANKS) < 0.05 / _RANKS:
-        return (
-            f"The step is {_RANKS} times too small: averaged_part has already divided by the ranks."
-        )
+        return f"The step is {_RANKS} times too small: don't divide again after averaged_part."
     if not names & {"reduce_scatter", "all_reduce"}:
-        return "Each rank has used its own gradient. All ranks' gradients must be averaged."
+        return "Each rank has used only its own gradient. All ranks' gradients must be averaged."
     return f"The step is {ratio:.2f} times as large as the right one."
 
 
@@ -156,15 +154,15 @@ def _judge_collectives(
     for name in sorted(set(names)):
         if names.count(name) > allowed.get(name, 0):
             raise Wrong(
-                yours=f"{names.count(name)} times {name} on rank {rank}",
+                yours=f"{names.count(name)} {name} calls on rank {rank}",
                 expected=f"at most {allowed.get(name, 0)} in {_STEPS} steps",
                 given=given,
                 hint=(
-                    "An all-reduce does both halves: a rank would get all of it, but needs a quarter. "
+                    "An all-reduce does both halves, but a rank needs only a quarter of the sum. "
                     if name == "all_reduce"
                     else ""
                 )
-                + "Use averaged_part and gathered, once for each parameter.",
+                + "Call averaged_part and gathered once per parameter.",
             )
 
 
@@ -181,8 +179,8 @@ def what_to_wrap(answer: Callable[[list[int], int], Any]) -> dict[str, str]:
             for places in combinations(range(1, count), cuts)
         ]
         least, most = _gathered_at_once(layers, every[-1]), sum(layers)
-        # Too little for any choice, enough for one unit, just enough for each layer alone, and
-        # otherwise something in between.
+        # Number 1 is too little for any choice, 2 enough for a single unit, and 3 just enough for
+        # one unit per layer; the others are in between.
         budget = {1: least - mib, 2: most, 3: least}.get(
             number, random.randint(least // mib, most // mib) * mib
         )
@@ -192,7 +190,7 @@ def what_to_wrap(answer: Callable[[list[int], int], Any]) -> dict[str, str]:
             yours = answer(list(layers), budget)
             if not fits and yours is not None:
                 hint = (
-                    f"Even with every layer alone, neighbors take {format_bytes(least)}: too much."
+                    f"Even with one layer per unit, neighbors take {format_bytes(least)}: too much."
                 )
                 raise Wrong(yours=repr(yours), expected="None", hint=hint)
             if fits:
@@ -205,7 +203,7 @@ def what_to_wrap(answer: Callable[[list[int], int], Any]) -> dict[str, str]:
 
 
 def _gathered_at_once(layers: Sequence[int], units: Sequence[int]) -> int:
-    """The most that's gathered at once: a unit, and the next one."""
+    """Return the most bytes gathered at once: a unit and the next one."""
     ends = [0, *accumulate(units)]
     sizes = [sum(layers[a:b]) for a, b in pairwise(ends)]
     return max([*sizes, *(a + b for a, b in pairwise(sizes))])
@@ -218,21 +216,21 @@ def _judge_units(
     best = next(choice for choice in fits if len(choice) == fewest)
     as_best = f"{best}: {format_bytes(_gathered_at_once(layers, best))} at once"
     if yours is None:
-        hint = "Some choice fits: make more units."
+        hint = "There is a choice that fits: make more units."
         raise Wrong(yours="None", expected=as_best, hint=hint)
     whole = isinstance(yours, list | tuple) and all(type(n) is int and n > 0 for n in yours)
     if not whole or sum(yours) != len(layers):
         raise Wrong(
             yours=repr(yours),
-            expected=f"positive whole numbers that add up to {len(layers)}, such as {best}",
-            hint="Each layer is in exactly one unit, in order.",
+            expected=f"positive integers that add up to {len(layers)}, such as {best}",
+            hint="Each layer belongs to exactly one unit, in order.",
         )
     at_once = _gathered_at_once(layers, yours)
     if at_once > budget:
         raise Wrong(
             yours=f"{list(yours)}: {format_bytes(at_once)} at once",
             expected=as_best,
-            hint="Over the budget. The next unit is gathered while one computes: add up neighbors.",
+            hint="Over budget. While a unit computes, the next is gathered: add up neighbors.",
         )
     if len(yours) > fewest:
         raise Wrong(
@@ -242,7 +240,7 @@ def _judge_units(
         )
 
 
-@exercise("12.3", "Which batch hides the gather")
+@exercise("12.3", "Which batch size hides the gather")
 def which_batch(answer: Callable[[int, float, float], float]) -> dict[str, str]:
     machines = [(8, 0.5 * 989e12, 0.8 * 450e9)]
     for gpus in random.choices((2, 4, 16, 64), k=4):
@@ -250,12 +248,12 @@ def which_batch(answer: Callable[[int, float, float], float]) -> dict[str, str]:
     shown = {}
     for gpus, flop_per_s, bytes_per_s in machines:
         given = f"{gpus} GPUs, {flop_per_s / 1e12:.0f} TFLOP/s, {bytes_per_s / 1e9:.0f} GB/s"
-        with for_input(given, "Return the tokens as one number."):
+        with for_input(given, "Return the number of tokens as one number."):
             yours = answer(gpus, flop_per_s, bytes_per_s)
             expect_number(yours, "a number of tokens")
-        # Per parameter, two bytes to gather and two operations per token: they cancel.
+        # Two bytes per parameter, and two operations per parameter and token: the twos cancel.
         wanted = (gpus - 1) / gpus * flop_per_s / bytes_per_s
-        # A whole number of tokens, rounded up, is also an answer.
+        # The number rounded up to a whole token is right, too.
         if not abs(yours - wanted) <= max(0.01 * wanted, 1):
             raise Wrong(
                 yours=f"{yours:,.1f} tokens",
@@ -263,35 +261,36 @@ def which_batch(answer: Callable[[int, float, float], float]) -> dict[str, str]:
                 given=given,
                 hint=_tokens_hint(yours / wanted, gpus),
             )
-        shown[given] = f"{yours:,.0f} tokens on each GPU"
+        shown[given] = f"{yours:,.0f} tokens per GPU"
     return shown
 
 
 def _tokens_hint(ratio: float, gpus: int) -> str:
     ratios = {
-        "Twice as many as needed. A parameter in bfloat16 has 2 bytes, and a multiplication and an addition "
-        "count as two operations.": 2.0,
-        "Half the right number. A parameter in bfloat16 has 2 bytes.": 0.5,
-        "A GPU already has its own part: it gets (gpus - 1)/gpus of the layer.": gpus / (gpus - 1),
-        "That is for the whole step. Forward alone takes 2 operations per parameter and token.": 1
+        "Twice as many as needed. A bfloat16 parameter takes 2 bytes, and a multiplication and an "
+        "addition count as two operations.": 2.0,
+        "Half the right number. A bfloat16 parameter takes 2 bytes.": 0.5,
+        "A GPU already has its own part: it receives (gpus - 1)/gpus of the layer.": gpus
+        / (gpus - 1),
+        "That's for the full step. Forward alone takes 2 operations per parameter and token.": 1
         / 3,
     }
     return hint_by_value(
         ratio,
         ratios,
-        f"Yours is {ratio:.3g} times the right number. Set the gather's seconds, (gpus - 1)/gpus x "
-        "2 bytes per parameter, equal to the forward's, 2 operations per parameter and token.",
+        f"Yours is {ratio:.3g} times the right number. Set the time to gather (gpus - 1)/gpus x 2 "
+        "bytes per parameter equal to the time to compute 2 operations per parameter and token.",
     )
 
 
-@exercise("12.4", "Four ranks' checkpoint on two")
+@exercise("12.4", "Load four ranks' checkpoint on two")
 def fill_from_checkpoint(answer: Callable[[Any, Path], None]) -> dict[str, str]:
     shown = {}
     width = random.randint(2, 6) * 4
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "checkpoint"
         for ranks in (4, 2):
-            given = f"a checkpoint of 4 ranks, a model of width {width} on {ranks} ranks"
+            given = f"a checkpoint from 4 ranks, a model of width {width} on {ranks} ranks"
             with for_input(given, "Fill the model in place."):
                 results = on_ranks(
                     _fill_on_rank, ranks, answer, width, folder, given=given, gpu=GPU
@@ -305,16 +304,16 @@ def fill_from_checkpoint(answer: Callable[[Any, Path], None]) -> dict[str, str]:
                         hint="The model hasn't changed: dcp.load fills the tensors of the "
                         "dictionary that you pass. Are they the model's own?"
                         if torch.equal(yours, untouched)
-                        else "The values aren't the checkpoint's.",
+                        else "The values differ from the checkpoint's.",
                     )
                 if gathers:
                     raise Wrong(
-                        yours=f"{gathers} all-gathers of parameters on rank {rank}",
-                        expected="none: a rank reads its own slices from the files",
+                        yours=f"{gathers} parameter all-gathers on rank {rank}",
+                        expected="none: each rank reads only its own slices from the files",
                         given=given,
-                        hint="full_tensor() and full_state_dict gather the whole model.",
+                        hint="full_tensor() and full_state_dict=True gather the whole model.",
                     )
-            shown[f"{ranks} ranks"] = f"{saved.numel()} parameters equal, none gathered"
+            shown[f"{ranks} ranks"] = f"{saved.numel()} parameters match, none gathered"
     return shown
 
 
@@ -331,8 +330,9 @@ def _whole(net: nn.Module) -> torch.Tensor:
 
 
 class _GathersOfParameters(CollectiveObserver):
-    """Counts all-gathers of parameters, not of Python objects, such as a checkpoint's plans, which
-    are bytes.
+    """Count all-gathers of parameters.
+
+    All-gathers of Python objects, such as a checkpoint's plans, send bytes and don't count.
     """
 
     count = 0
@@ -345,8 +345,10 @@ class _GathersOfParameters(CollectiveObserver):
 def _fill_on_rank(
     rank: int, world_size: int, answer: Callable[[Any, Path], None], width: int, folder: Path
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """On a rank: the model after, the model before, what was saved, and how many of its parameters
-    the answer gathered. Four ranks save first."""
+    """Return the parameters after and before the answer, the saved ones, and the gathers.
+
+    Four ranks first save a checkpoint; two load that one.
+    """
     other = _sharded(width, seed=0)
     if world_size == 4:
         dcp.save({"model": get_model_state_dict(other)}, checkpoint_id=folder)
@@ -355,7 +357,7 @@ def _fill_on_rank(
     with _GathersOfParameters() as gathered:
         try:
             answer(net, folder)
-        except CheckpointException as error:  # its own message only names the ranks
+        except CheckpointException as error:  # its own message names only the ranks
             reasons = {str(reason) for reason, _ in error.failures.values()}
             raise ValueError("; ".join(sorted(reasons))) from error
     return _whole(net), before, _whole(other), gathered.count

@@ -1,4 +1,4 @@
-"""Checks of lesson 13: splits that match one GPU, in values, gradients and what they send."""
+"""Checks for lesson 13: values, gradients and communication of splits, compared with one GPU."""
 
 import random
 from collections import Counter
@@ -58,7 +58,7 @@ def linear_split_by_rows(answer: Callable[..., Any]) -> dict[str, Any]:
         whole = F.linear(*leaves)
         loss = (whole - target).square().sum()
         of_x, of_weight, of_bias = torch.autograd.grad(loss, leaves)
-        given = f"{ranks} ranks, x of {batch} by {inputs // ranks} on each, {outputs} outputs"
+        given = f"{ranks} ranks, x of shape ({batch}, {inputs // ranks}) on each, {outputs} outputs"
         results = on_ranks(split, ranks, answer, x, weight, bias, target, given=given, gpu=GPU)
         for rank, (returned, forward, backward) in enumerate(results):
             where = f"{given}; on rank {rank}"
@@ -74,7 +74,7 @@ def linear_split_by_rows(answer: Callable[..., Any]) -> dict[str, Any]:
             _expect_budget(forward, 1, 4 * batch * outputs, "forward", where)
             _expect_budget(backward, 0, 0, "backward", where)
         sent[f"{ranks} ranks"] = (
-            f"equal, with gradients; forward one all_reduce of {4 * batch * outputs} B, "
+            f"output and gradients match; forward sends one all_reduce of {4 * batch * outputs} B, "
             "backward nothing"
         )
     return sent
@@ -84,30 +84,30 @@ def _hint_for_rows(yours: Any, whole: torch.Tensor) -> str:
     if not isinstance(yours, torch.Tensor):
         return "Return the output as a tensor, on every rank."
     if yours.shape != whole.shape:
-        return "Return all of the output, (B, O), on every rank."
+        return "Return the full output, (B, O), on every rank."
     off = yours - whole.detach()
     if all(torch.allclose(row, off[0], atol=1e-4) for row in off):
         return "Only the bias is wrong: add it once, after the sum, not on each rank."
-    return "Each rank's product is one part of the sum: add up the parts over the ranks."
+    return "Each rank's matmul gives one part of the sum: add up all ranks' parts."
 
 
 def _hint_for_gradient(yours: Any, right: torch.Tensor, ranks: int) -> str:
     if yours is None:
-        return "No gradient arrived here: the sum has no backward. Write one, as Enter does."
+        return "No gradient arrives here: the sum has no backward. Write one, like Enter's."
     if torch.allclose(yours, ranks * right, rtol=1e-3, atol=1e-4):
         return (
-            f"{ranks} times too large: every rank already has the whole gradient, so backward "
-            "must not sum it again."
+            f"{ranks} times too large: every rank already has the full gradient, so backward "
+            "must not sum it over the ranks."
         )
     if torch.allclose(ranks * yours, right, rtol=1e-3, atol=1e-4):
-        return f"{ranks} times too small: if forward divides by the ranks, backward does, too."
-    return "Every rank continues with the same output: its gradient is passed back unchanged."
+        return f"{ranks} times too small: if forward divides by {ranks}, backward must, too."
+    return "Every rank continues with the same output: pass its gradient back unchanged."
 
 
 def _expect_budget(
     calls: list[tuple[str, int]], count: int, size_bytes: int, phase: str, where: str
 ) -> None:
-    """Raise Wrong unless only all-reduces were sent, at most ``count`` times ``size_bytes``."""
+    """Raise ``Wrong`` unless ``calls`` are at most ``count`` all-reduces of ``size_bytes``."""
     spent = sum(size for _, size in calls)
     if (
         len(calls) > count
@@ -119,7 +119,7 @@ def _expect_budget(
             yours=f"{phase} sends {_in_words(calls)}",
             expected=f"{phase} sends {budget}",
             given=where,
-            hint="The numbers are right, but over the budget.",
+            hint="The results are right, but over budget.",
         )
 
 
@@ -137,11 +137,11 @@ _SMALL = TransformerSizes(
 def plan_with_three_faults(answer: Any) -> dict[str, Any]:
     torch.manual_seed(random.randrange(2**31))
     block, x = TransformerBlock(_SMALL), torch.randn(2, 6, 32)
-    given = "a TransformerBlock with 4 heads, 2 of them for keys and values, on 2 ranks"
+    given = "a TransformerBlock with 4 query heads and 2 key-value heads, on 2 ranks"
     if not isinstance(answer, Mapping):
         raise Wrong(
             yours=answer,
-            expected="a dict from module names to how to split them",
+            expected="a dict that says for each module name how to split the module",
             given=given,
             hint="Start with {**faulty, ...}.",
         )
@@ -149,9 +149,9 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
     if unknown := [name for name in answer if not any(_matches(each, name) for each in known)]:
         raise Wrong(
             yours=f"a plan for {', '.join(unknown)}",
-            expected=f"names among {', '.join(sorted(filter(None, known)))}",
+            expected=f"some of these names: {', '.join(sorted(filter(None, known)))}",
             given=given,
-            hint="PyTorch ignores a name that no module has, with a warning.",
+            hint="PyTorch only warns about a name that no module has, and ignores it.",
         )
     try:
         results = on_ranks(
@@ -165,8 +165,9 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
         )
     except Wrong as wrong:
         wrong.hint = (
-            "The block doesn't run: somewhere, a layer gets a different part than it expects. Follow "
-            f"the tensors: ColwiseParallel takes all of its input, RowwiseParallel a part.\n{wrong.hint}"
+            "The block doesn't run: some layer gets a different part than it expects. Follow the "
+            "tensors: ColwiseParallel takes its full input, RowwiseParallel one part of it.\n"
+            f"{wrong.hint}"
         )
         raise
     for rank, (off, off_gradient, calls, shares) in enumerate(results):
@@ -176,20 +177,20 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
             paired = {"attention.key.weight", "attention.value.weight"} & set(whole)
             raise Wrong(
                 yours=f"output off by {off:.2g}, gradients by {off_gradient:.2g}",
-                expected="the output and the gradients of one GPU",
+                expected="one GPU's output and gradients",
                 given=where,
-                hint="Each rank has half of the query heads and all of the key-value heads: it "
+                hint="Each rank has half of the query heads, but all of the key-value heads: it "
                 "pairs the wrong ones."
                 if paired
-                else "Somewhere, one part of a sum or of a row is used as if it were the "
-                "whole: what does each layer output?",
+                else "Somewhere, part of a sum or of a row is used as if it were all of it: what "
+                "does each layer output?",
             )
         if whole:
             raise Wrong(
-                yours=f"all of {', '.join(whole)} on each rank",
-                expected="half of each matrix on each rank",
+                yours=f"each rank holds all of {', '.join(whole)}",
+                expected="each rank holds half of each matrix",
                 given=where,
-                hint="The numbers are right. These layers have no entry in the plan.",
+                hint="The results are right, but these layers have no entry in the plan.",
             )
         wanted = [("all_reduce", x.nbytes)] * 4
         if Counter(calls) != Counter(wanted):
@@ -197,18 +198,21 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
                 yours=f"sends {_in_words(calls)}",
                 expected=f"sends {_in_words(wanted)}",
                 given=where,
-                hint="The numbers are right, but over the budget: which input becomes a DTensor "
-                "more than once? And what's gathered, only to be split again?",
+                hint="The results are right, but over budget: which input becomes a DTensor more "
+                "than once? And what's gathered, only to be split again?",
             )
     return {
         "for": given,
-        "output and gradients": "equal to one GPU's",
-        "sent": f"{_in_words(calls)}: the budget",
+        "output and gradients": "match one GPU's",
+        "sent": f"{_in_words(calls)}, as budgeted",
     }
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether parallelize_module finds the module: part by part, * and [...] as in file names."""
+    """Return whether a plan's pattern matches a module's name, as in ``parallelize_module``.
+
+    The parts between the dots are matched one by one; * and [...] are as in file names.
+    """
     parts = name.split("."), pattern.split(".")
     return len(parts[0]) == len(parts[1]) and all(map(fnmatch, *parts))
 
@@ -216,7 +220,7 @@ def _matches(name: str, pattern: str) -> bool:
 def _beside_whole_block(
     rank: int, world_size: int, block: nn.Module, x: torch.Tensor, plan: dict[str, Any]
 ) -> tuple[float, float, list[tuple[str, int]], dict[str, float]]:
-    """On a rank: how far output and gradients are off, what was sent, and the share of matrices."""
+    """Return errors of output and gradients, collectives, and this rank's share of each matrix."""
     gpu = own_gpu()
     angles = rotary_angles(x.size(1), 8, _SMALL.rotary_base).to(gpu)
     block = block.to(gpu)
@@ -249,13 +253,13 @@ def _full(tensor: Any) -> torch.Tensor:
 @exercise("13.3", "Cross-entropy without gathering logits")
 def split_cross_entropy(answer: Callable[..., Any]) -> dict[str, Any]:
     shown = {}
-    # The first ones are so large that exp overflows, and so is one of the others.
+    # On 2 ranks, all logits are so large that exp overflows; on 3, only one is.
     for ranks, offset in ((2, 200.0), (3, 0.0)):
         tokens, words = random.randint(2 * ranks, 9), ranks * random.randint(3, 6)
         logits = 3 * torch.randn(tokens, words) + offset
         logits[0, random.randrange(words)] += 0 if offset else 150
         targets = torch.randint(words, (tokens,))
-        targets[:ranks] = torch.arange(ranks) * (words // ranks)  # every rank's first, and last
+        targets[:ranks] = torch.arange(ranks) * (words // ranks)  # each rank's first and last index
         targets[ranks : 2 * ranks] = targets[:ranks] + words // ranks - 1
 
         # Inside the check, so that it's pickled by value: the ranks needn't import the checks.
@@ -277,7 +281,7 @@ def split_cross_entropy(answer: Callable[..., Any]) -> dict[str, Any]:
         expected = F.cross_entropy(whole, targets)
         expected.backward()
         assert whole.grad is not None
-        large = ", all near 200" if offset else ", one near 150"
+        large = ", all around 200" if offset else ", one around 150"
         given = f"{ranks} ranks, {tokens} tokens, {words // ranks} logits per token on each{large}"
         results = on_ranks(split, ranks, answer, logits, targets, given=given, gpu=GPU)
         for rank, (loss, gradient, forward, backward) in enumerate(results):
@@ -294,31 +298,34 @@ def split_cross_entropy(answer: Callable[..., Any]) -> dict[str, Any]:
         gathered = 4 * tokens * words * (ranks - 1) / ranks
         used = 3 * 2 * (ranks - 1) / ranks * 4 * tokens
         shown[given] = (
-            f"loss and gradient equal; {format_bytes(used)} sent, three numbers per token; "
-            f"gathering the logits would take {format_bytes(gathered)}, and more with each word"
+            f"loss and gradient match; {format_bytes(used)} sent, three numbers per token; "
+            f"gathering the logits would take {format_bytes(gathered)}, more with a larger vocabulary"
         )
     return shown
 
 
 def _hint_for_loss(yours: Any, expected: float, tokens: int) -> str:
     if not isinstance(yours, torch.Tensor) or yours.dim():
-        return "Return the mean over the tokens, a tensor without dimensions, on every rank."
+        return "Return the mean over the tokens, a zero-dimensional tensor, on every rank."
     if not yours.isfinite():
-        return "exp overflows: subtract the largest logit of all ranks first."
+        return "exp overflows: first subtract the largest logit across all ranks."
     if torch.isclose(yours, torch.tensor(expected * tokens), rtol=1e-3):
         return "This is the sum over the tokens; return the mean."
     return (
-        "Reduce over all ranks: the sum of exp, and the target's logit, which one rank has and all "
-        "others count as 0. Subtract the same largest logit from both."
+        "All-reduce the sum of exp, and the target's logit, which one rank has, while all others "
+        "contribute 0. Subtract the same largest logit from both."
     )
 
 
-_FAR = ((1024, 32768), (1024, 256))  # width, tokens: first the GPUs set the pace, then the host
-# An estimate leaves out small things and adds none: the right answer is up to 5.9 % too short, and
-# never too long. With half of the latency, it's 7.4 % too short; with one all-reduce missing, 10 %;
-# with 2 tensors sent instead of 2(n - 1)/n, it's 2.4 % too long.
+_FAR = (
+    (1024, 32768),
+    (1024, 256),
+)  # (width, tokens): first the GPUs are the bottleneck, then the host
+# An estimate leaves out small costs and adds none: the right answer is up to 5.9% too short, and
+# never too long. With half of the latency, it's 7.4% too short; with one all-reduce missing, 10%;
+# with 2 tensors sent instead of 2(n - 1)/n, it's 2.4% too long.
 _FAR_BELOW, _FAR_ABOVE = 0.07, 0.02
-_SPLIT = ("attention", "feed_forward")  # not their norms, nor the residual sums
+_SPLIT = ("attention", "feed_forward")  # not the norms or the residual additions
 
 
 @exercise("13.4", "How far to split")
@@ -362,25 +369,26 @@ def _hint_for_time(
     yours: dict[int, float], degree: int, figures: Mapping[str, float], wanted: float
 ) -> str:
     if yours[degree] < (1 - _FAR_BELOW) * figures["host_s"]:
-        return "The host isn't done by then: it still launches as many kernels as for one GPU."
+        return "The host isn't done by then: it launches as many kernels as for one GPU."
     if degree == 1:
         return (
-            "One GPU computes everything and sends nothing. Meanwhile the host launches: the longer of the "
-            "two counts."
+            "One GPU computes everything and sends nothing. Meanwhile, the host launches kernels: "
+            "the longer of the two times counts."
         )
     if yours[degree] < wanted:
         return (
-            "Too short. What each GPU runs in full doesn't shrink, and there are four "
+            "Too short. The work that each GPU does in full doesn't shrink, and there are four "
             "all-reduces, each with 2(n - 1) steps and their latency."
         )
     return (
-        "Too long. split_s is shared by all GPUs, and a ring sends 2(n - 1)/n of a tensor, at 0.8 "
-        "of 450 GB/s. While the host launches, the GPUs compute: the longer of the two counts."
+        "Too long. split_s is divided among the GPUs, and a ring sends 2(n - 1)/n of a tensor, at "
+        "80% of 450 GB/s. The GPUs compute while the host launches kernels: the longer of the two "
+        "times counts."
     )
 
 
 def _layer_on(width: int, tokens: int, degree: int) -> vgpu.Timeline:
-    """One block in bfloat16, forward and backward, on ``degree`` H100s of one host."""
+    """Return forward and backward of one bfloat16 block on ``degree`` H100s in one host."""
     sizes = TransformerSizes(1, width, width // 128, width // 128, 4 * width, 1)
     with vgpu.cluster(1, degree, "H100"), vgpu.shapes_only():
         mesh = init_device_mesh("vgpu", (degree,))
@@ -396,7 +404,7 @@ def _layer_on(width: int, tokens: int, degree: int) -> vgpu.Timeline:
 
 
 def _plan() -> dict[str, Any]:
-    """Split by columns, then by rows; the first matmuls share their input: four all-reduces in all."""
+    """Return the lesson's plan: by columns, then by rows, with shared inputs: four all-reduces."""
     whole = Replicate()
     first = ["attention.query", "attention.key", "attention.value"]
     first += ["feed_forward.gate", "feed_forward.up"]
@@ -412,7 +420,7 @@ def _plan() -> dict[str, Any]:
 
 
 def _figures_of(alone: vgpu.Timeline, size_bytes: int) -> dict[str, float]:
-    """The exercise's inputs: one GPU's kernels inside the split parts, and the rest."""
+    """Return the exercise's inputs: time in the parts to be split, in the rest, and on the host."""
     inside = [e for e in alone.events if e.module.partition(".")[0] in _SPLIT]
     split_s = sum(event.duration_s for event in inside)
     return {

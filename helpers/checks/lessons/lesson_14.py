@@ -1,4 +1,4 @@
-"""Checks of lesson 14: groups of a mesh, the running softmax, a balanced ring, an expert's capacity."""
+"""Checks for lesson 14: a mesh's groups, running softmax, a balanced ring, an expert's capacity."""
 
 import math
 import random
@@ -37,9 +37,9 @@ def groups_of(answer: Callable[[tuple[int, ...], int], list[list[int]]]) -> dict
             )
     return {
         "meshes": len(meshes),
-        "the last one": f"{sizes}, dimension {dimension}: {len(expected)} groups, the first "
+        "the last one": f"{sizes}, dimension {dimension}: {len(expected)} groups, the first is "
         f"{expected[0]}",
-        "stuck, of the 64 GPUs": ", ".join(
+        "stuck, out of 64 GPUs": ", ".join(
             f"rank {rank} waits for rank 21"
             for group in _as_groups(answer((4, 2, 8), 1))
             if 21 in group
@@ -50,7 +50,7 @@ def groups_of(answer: Callable[[tuple[int, ...], int], list[list[int]]]) -> dict
 
 
 def _as_groups(yours: Any) -> list[list[int]]:
-    """The groups as lists of numbers, also from tensors; empty if there are no groups of ranks."""
+    """Return the groups as lists of numbers, or an empty list if ``yours`` has no such groups."""
     try:
         return [[int(rank) for rank in group] for group in yours]
     except (TypeError, ValueError, RuntimeError):  # not iterable, or not numbers
@@ -63,23 +63,23 @@ def _hint_for_groups(
     if not groups:
         return "Return a list of groups, each a list of ranks, such as [[0, 1], [2, 3]]."
     if sorted(map(sorted, groups)) == sorted(expected):
-        return "The right ranks are together; in each group, they must be in ascending order."
+        return "The groups have the right ranks, but each group must be in ascending order."
     if {len(group) for group in groups} != {sizes[dimension]}:
-        return f"Each group of this dimension has {sizes[dimension]} ranks, its size."
+        return f"Each group in this dimension has {sizes[dimension]} ranks, the dimension's size."
     turned = len(sizes) - 1 - dimension
     mirrored = torch.arange(math.prod(sizes)).view(tuple(reversed(sizes)))
     if sorted(groups) == sorted(
         mirrored.movedim(turned, -1).reshape(-1, sizes[dimension]).tolist()
     ):
         return "The last dimension varies fastest, not the first: its ranks are neighbors."
-    return "Two ranks are in one group if only their index in this dimension differs."
+    return "Two ranks are in one group if they differ only in their index in this dimension."
 
 
 @exercise("14.2", "The running softmax")
 def attend(answer: Callable[[torch.Tensor, Iterator[Any]], torch.Tensor]) -> dict[str, Any]:
     largest = 0.0
-    # exp overflows at 89. Scores of about ten thousand would be rounded so coarsely that right
-    # answers differ by more than wrong ones.
+    # exp overflows at 89. Scores around ten thousand would be rounded so coarsely that right
+    # answers would differ by more than wrong ones.
     for scale in (1.0, 20.0):
         lengths = [random.randint(8, 16) for _ in range(random.randint(3, 5))]
         given_query = scale * torch.randn(2, 3, 12, 8)
@@ -88,7 +88,7 @@ def attend(answer: Callable[[torch.Tensor, Iterator[Any]], torch.Tensor]) -> dic
             blocks.sort(key=lambda block: (given_query @ block[0].mT).amax().item())
         below = [
             (-keys.abs(), values) for keys, values in blocks
-        ]  # a highest score of 0 is a wrong start
+        ]  # starting from a highest score of 0 is wrong
         turns = (given_query, blocks), (given_query, blocks[::-1]), (given_query.abs(), below)
         for query, order in turns:
             keys, values = (torch.cat(parts, dim=-2) for parts in zip(*order, strict=True))
@@ -101,28 +101,28 @@ def attend(answer: Callable[[torch.Tensor, Iterator[Any]], torch.Tensor]) -> dic
                 yours = answer(query, _one_at_a_time(order, held))
             hint = _hint_for_softmax(yours, query, order, expected)
             if scores.amax() < 0:
-                hint += " Before the first block that is minus infinity: all scores may be below 0."
+                hint += " Start from a highest score of minus infinity: all scores may be below 0."
             expect_close(yours, expected, given=given, hint=hint, rtol=1e-3, atol=1e-4)
             room = 2 * 3 * 12 * max(8, *(k.size(-2) for k, _ in order))
             if seen.numel > room:
                 raise Wrong(
-                    yours=f"a tensor of {seen.numel} numbers",
-                    expected=f"at most {room}, the scores of the largest block",
+                    yours=f"a tensor with {seen.numel} elements",
+                    expected=f"at most {room}, as many as the largest block has scores",
                     given=given,
-                    hint="The values are right, but blocks are concatenated. Take one at a time.",
+                    hint="The values are right, but blocks are joined. Process one at a time.",
                 )
-            if max(held, default=0) > 2:  # a loop holds the previous one, and possibly a copy of it
+            if max(held, default=0) > 2:  # a loop also holds the previous block
                 raise Wrong(
                     yours=f"{max(held)} blocks held at once",
-                    expected="one, while it is needed",
+                    expected="one, while it's needed",
                     given=given,
-                    hint="The values are right, but blocks are kept. They come once: keep "
-                    "what's known so far, and drop each block.",
+                    hint="The values are right, but earlier blocks are kept. Keep only the highest "
+                    "score, the sum and the output so far, and drop each block.",
                 )
             largest = max(largest, seen.numel / (2 * 3 * 12 * keys.size(-2)))
     return {
-        "scores": f"down to {scores.amin():.0f}, and no query's weights were all 0",
-        "your largest tensor": f"{largest:.0%} of the whole matrix of scores",
+        "scores": f"as low as {scores.amin():.0f}, but no query's weights were all 0",
+        "your largest tensor": f"{largest:.0%} of the full score matrix",
     }
 
 
@@ -131,7 +131,7 @@ def _exactly(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> t
 
 
 def _one_at_a_time(blocks: Sequence[Any], held: list[int]) -> Iterator[Any]:
-    """The blocks in turn; ``held`` notes how many earlier ones live whenever the next is asked."""
+    """Yield the blocks; note in ``held`` how many earlier ones are alive at each request."""
     given: list[list[weakref.ref[torch.Tensor]]] = []
     for keys, values in blocks:
         block = keys.clone(), values.clone()
@@ -142,7 +142,7 @@ def _one_at_a_time(blocks: Sequence[Any], held: list[int]) -> Iterator[Any]:
 
 
 class _Largest(EagerDispatchMode):
-    """Notes the numbers of the largest tensor that a block makes."""
+    """Note the number of elements in the largest tensor that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,23 +159,23 @@ def _hint_for_softmax(
     yours: Any, query: torch.Tensor, blocks: Sequence[Any], expected: torch.Tensor
 ) -> str:
     if not isinstance(yours, torch.Tensor) or yours.shape != expected.shape:
-        return "Return a tensor of the query's shape: one output for each query."
+        return "Return a tensor of the query's shape, with one output for each query."
     if not torch.isfinite(yours).all():
         return (
-            "exp overflows, or all weights of a query are 0: in each block, first subtract that "
+            "exp overflows, or all of a query's weights are 0: in each block, first subtract that "
             "query's own highest score so far."
         )
     own = [F.scaled_dot_product_attention(query, k, v) for k, v in blocks]
     if torch.allclose(yours, torch.stack(own).mean(0), atol=1e-3):
-        return "The mean of the blocks' results is wrong: a block with higher scores counts more."
+        return "The blocks' results can't just be averaged: a block with higher scores counts more."
     if torch.allclose(yours, own[-1], atol=1e-3):
-        return "This is the last block alone."
+        return "This is the result for the last block alone."
     unscaled = [(k * 8**0.5, v) for k, v in blocks]
     keys, values = (torch.cat(parts, dim=-2) for parts in zip(*unscaled, strict=True))
     if torch.allclose(yours, F.scaled_dot_product_attention(query, keys, values), atol=1e-3):
         return "The scores lack their factor, D ** -0.5."
     return (
-        "When a block brings a higher score, the sum and the output so far shrink by "
+        "When a block has a higher score, multiply the sum and the output so far by "
         "exp(old highest - new highest)."
     )
 
@@ -185,15 +185,15 @@ def balanced(answer: Callable[[int, int], Sequence[int]]) -> dict[str, Any]:
     shown = {}
     for ranks in (2, 4, random.choice((3, 5, 6, 7)), 8):
         given = f"{ranks} ranks, {2 * ranks} chunks"
-        with for_input(given, "Return the numbers of two chunks."):
+        with for_input(given, "Return the indices of two chunks."):
             held = [tuple(answer(rank, ranks)) for rank in range(ranks)]
         dealt = ", ".join(f"rank {rank}: {chunks}" for rank, chunks in enumerate(held))
         if sorted(chunk for chunks in held for chunk in chunks) != list(range(2 * ranks)):
             raise Wrong(
                 yours=dealt,
-                expected=f"each of the chunks 0 to {2 * ranks - 1} on one rank, two per rank",
+                expected=f"each of the chunks 0 to {2 * ranks - 1} on just one rank, two per rank",
                 given=given,
-                hint="A chunk that no rank holds is missing, and one held twice is computed twice.",
+                hint="If no rank holds a chunk, it's missing; if two do, it's computed twice.",
             )
         # Chunk i attends to itself, half masked, and to the i chunks before it.
         work = [sum(chunk + 0.5 for chunk in chunks) for chunks in held]
@@ -201,27 +201,27 @@ def balanced(answer: Callable[[int, int], Sequence[int]]) -> dict[str, Any]:
         if max(work) > mean or any(len(chunks) != 2 for chunks in held):
             busiest = work.index(max(work))
             raise Wrong(
-                yours=f"rank {busiest} computes {max(work):g} chunks' products ({dealt})",
+                yours=f"rank {busiest} computes {max(work):g} pairs of chunks ({dealt})",
                 expected=f"the mean, {mean:g}, on each rank",
                 given=given,
                 hint="Later chunks attend to more. Give each rank an early one and a late one.",
             )
         in_order = 4 * ranks - 2
         shown[f"{ranks} ranks"] = (
-            f"{max(work):g} products on each, in order up to {in_order:g}: "
+            f"{max(work):g} pairs of chunks on each; in order, up to {in_order:g}, "
             f"{in_order / max(work):.2f} times as many"
         )
     return shown
 
 
-@exercise("14.4", "Capacity of an expert")
+@exercise("14.4", "An expert's capacity")
 def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) -> dict[str, Any]:
     operations = {}
     device = devices.lab(1)[0]
     for tokens in (10, 1000, random.randint(100, 300)):
-        # There are as many experts for 10 tokens as for 1000, so a loop over them is within the budget.
+        # 10 and 1000 tokens have equally many experts, so a loop over experts is within budget.
         experts = 4 if tokens in (10, 1000) else 8
-        chosen = (torch.rand(tokens) ** 2 * experts).long()  # low numbers are more frequent
+        chosen = (torch.rand(tokens) ** 2 * experts).long()  # low indices are more frequent
         capacity = math.ceil(1.25 * tokens / experts)
         if tokens == 10:
             chosen, capacity = torch.tensor([1, 0, 1, 1, 3, 1, 0, 3, 1, 0]), 2
@@ -236,8 +236,8 @@ def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) ->
             yours = answer(on_gpu, experts, capacity)
         if isinstance(yours, torch.Tensor) and yours.dtype != torch.bool:
             raise Wrong(
-                yours=f"a tensor of {yours.dtype}",
-                expected="a tensor of torch.bool",
+                yours=f"a tensor with dtype {yours.dtype}",
+                expected="a tensor with dtype torch.bool",
                 given=given,
                 hint="A comparison returns booleans.",
             )
@@ -248,22 +248,22 @@ def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) ->
     if operations[1000] > operations[10]:
         raise Wrong(
             yours=f"{operations[10]} operations for 10 tokens, {operations[1000]} for 1000",
-            expected="as many for 1000 as for 10",
+            expected="no more for 1000 than for 10",
             given="1000 tokens",
-            hint="The values are right. A loop over tokens makes a GPU wait for Python each time.",
+            hint="The values are right, but a loop over tokens makes the GPU wait for Python.",
         )
     if asked.count:
         raise Wrong(
             yours=f"{asked.count} tensors read back from {device}",
             expected="none",
             given=given,
-            hint="The values are right, but .tolist(), .cpu() and nonzero() make the host wait for the "
-            "GPU: count there.",
+            hint="The values are right, but .tolist(), .cpu() and nonzero() make the host wait for "
+            "the GPU: count on the GPU.",
         )
     return {
         "kept": f"{int(expected.sum())} of {tokens} tokens; the fullest expert was sent {fullest}, "
-        f"and takes {capacity}",
-        "your operations": f"{operations[1000]}, for 10 tokens as for 1000",
+        f"its capacity is {capacity}",
+        "your operations": f"{operations[1000]} for 1000 tokens, {operations[10]} for 10",
     }
 
 
@@ -280,11 +280,11 @@ def _hint_for_capacity(yours: Any, expected: torch.Tensor) -> str:
     if not isinstance(yours, torch.Tensor) or yours.shape != expected.shape:
         return "Return a tensor of booleans, one for each token."
     if yours.device != expected.device:
-        return "Create it where chosen is: device=chosen.device."
+        return "Create the tensor where chosen is: device=chosen.device."
     if int(yours.sum()) == int(expected.sum()):
         return (
-            "The right number is kept, but the wrong tokens: an expert keeps those that come first."
+            "The number is right, but the tokens are wrong: an expert keeps those that come first."
         )
     if int(yours.sum()) > int(expected.sum()):
-        return "Too many are kept: count from 1, and each expert takes at most capacity tokens."
+        return "Too many are kept: counting from 1, each expert takes at most capacity tokens."
     return "Too few are kept: an expert takes its first tokens even if more come later."

@@ -1,4 +1,4 @@
-"""Checks of lesson 15: a training run on paper, a layout for 64 GPUs, a checkpoint interval, a defense."""
+"""Checks for lesson 15: a run on paper, a layout, a checkpoint interval, a layout's defense."""
 
 import functools
 import math
@@ -65,26 +65,26 @@ def _estimate_hints(yours: Any, given: dict[str, Any]) -> tuple[str, str]:
         "That's only attention's forward pass: with backward, it's 12, not 4.": _estimate(
             {**given, "width": given["width"] / 3}
         )[0],
-        "That's half of attention: by convention, what the causal mask hides counts as well, "
+        "That's half of attention: by convention, scores hidden by the causal mask count as well, "
         "so it's 12, not 6.": _estimate({**given, "width": given["width"] / 2})[0],
         "That's only the forward pass: backward takes twice as much.": days / 3,
         "These are seconds; a day has 86,400.": days * 86_400,
         "These are hours; a day has 24.": days * 24,
         "No GPU reaches its peak: the model FLOPs utilization is missing.": days * given["mfu"],
-        "That's one GPU's time: all of them compute together.": days * given["gpus"],
+        "That's one GPU's time, but all GPUs compute together.": days * given["gpus"],
     }
     of_state = {
         "Nothing is sharded here: divide by the number of GPUs.": state * given["gpus"],
-        "Parameters are 4 of the 16 bytes: gradients and Adam's two averages are the rest.": state
+        "Parameters are 4 of the 16 bytes: gradients and Adam's two moments are the rest.": state
         / 4,
         "Gradients are missing: 16 bytes per parameter, not 12.": state * 3 / 4,
-        "That's mixed precision without its float32 copy: 16 bytes per parameter.": state / 2,
+        "That's mixed precision without the float32 copy: it's 16 bytes per parameter.": state / 2,
         "These are GB; return bytes.": state / 1e9,
         "These are GiB; return bytes.": state / 2**30,
     }
-    otherwise = "FLOPs per token · tokens / (GPUs · peak · MFU), in days."
+    otherwise = "It's FLOPs per token · tokens / (GPUs · peak · MFU), in days."
     hint_of_days = hint_by_value(yours[0], of_days, otherwise, within=0.005)
-    otherwise = "16 bytes per parameter, divided by all GPUs."
+    otherwise = "It's 16 bytes per parameter, divided by the number of GPUs."
     return hint_of_days, hint_by_value(yours[1], of_state, otherwise, within=0.005)
 
 
@@ -102,7 +102,7 @@ TARGET = 1.15
 
 
 def _as_on_256() -> Plan:
-    """The layout of the published training run on 256 GPUs, on a quarter of them."""
+    """Return the layout of the published training run on 256 GPUs, on a quarter of them."""
     return Plan(LLAMA["70B"], Layout(dp_shard=8, tp=8), batch=8, recompute="full")
 
 
@@ -113,7 +113,7 @@ def layout(answer: Plan) -> dict[str, Any]:
             yours=f"{answer!r}",
             expected="a Plan for Llama 70B on 64 H100s",
             given="Llama 70B, 64 H100s",
-            hint='Plan(LLAMA["70B"], Layout(dp_shard=..., tp=...), batch=...).',
+            hint='Use Plan(LLAMA["70B"], Layout(dp_shard=..., tp=...), batch=...).',
         )
     given = f"{answer.layout}, batch {answer.batch}, recompute {answer.recompute!r}"
     with for_input(given):
@@ -130,7 +130,7 @@ def layout(answer: Plan) -> dict[str, Any]:
 
 
 def _expect_speed(plan: Plan, least: float) -> ExtrapolatedStep:
-    """The plan's step; raises Wrong for fewer tokens/s per GPU than ``least``."""
+    """Return the plan's step; raise ``Wrong`` below ``least`` tokens/s per GPU."""
     step = _step_of(plan)
     if step.tokens_per_s() < least:
         raise Wrong(
@@ -146,15 +146,15 @@ def _slow_hint(step: ExtrapolatedStep) -> str:
     waiting = sum(waits.values()) / step.seconds()
     if waiting > 0.15:
         return (
-            f"The GPU waits for {waiting:.0%} of the step: a smaller tp, or more tokens per GPU, "
-            "hides more."
+            f"The GPU waits for {waiting:.0%} of the step: use a smaller tp, or more tokens per "
+            "GPU, to hide more."
         )
     if step.plan.recompute == "full":
         return (
-            "The GPU computes all the time, but part of that is recomputation: make room to "
+            "The GPU computes all the time, but part of that is recomputation: free some memory to "
             "recompute less."
         )
-    return "There's little recomputation and little waiting: fill the remaining memory with tokens."
+    return "There's little recomputation and little waiting: use the remaining memory for tokens."
 
 
 @exercise("15.3", "The checkpoint interval")
@@ -180,24 +180,26 @@ def best_interval(answer: Callable[..., Any]) -> dict[str, Any]:
             for_one_gpu_s = math.sqrt(2 * checkpoint_s * of_one_s)
             whole_lost_s = math.sqrt(checkpoint_s * between_s)
             wrong = {
-                "That is for one GPU: with more of them, one fails sooner.": for_one_gpu_s,
-                "Half an interval is lost, not a whole one: a factor of 2 is missing.": whole_lost_s,
-                "That is the time between failures, which should contain many checkpoints.": between_s,
+                "That's for one GPU: with more GPUs, one of them fails sooner.": for_one_gpu_s,
+                "Half an interval is lost, not a full one: a factor of 2 is missing.": whole_lost_s,
+                "That's the time between failures, which should fit many checkpoints.": between_s,
                 "The square root is missing.": 2 * checkpoint_s * between_s,
             }
-            otherwise = "Too often: writing costs more than failures do."
+            otherwise = "Too often: writing checkpoints costs more than failures do."
             if yours > best:
-                otherwise = "Too rarely: repeating lost work costs more than writing would."
-            share = f", {lasts(yours):.1%} is useful" if 0 < yours < 50 * between_s else ""
+                otherwise = (
+                    "Too rarely: repeating lost work costs more than writing checkpoints would."
+                )
+            share = f", {lasts(yours):.1%} goodput" if 0 < yours < 50 * between_s else ""
             raise Wrong(
                 yours=f"every {yours:,.0f} s{share}",
-                expected=f"at least {most - 0.001:.1%} is useful",
+                expected=f"at least {most - 0.001:.1%} goodput",
                 given=given,
                 hint=hint_by_value(yours, wrong, otherwise),
             )
     return {
-        "the last one": f"{given}: every {format_seconds(yours)}, {lasts(yours):.2%} of the time is useful",
-        "the most that can be useful": f"{most:.2%}",
+        "the last one": f"{given}: every {format_seconds(yours)}, {lasts(yours):.2%} goodput",
+        "best possible goodput": f"{most:.2%}",
     }
 
 
@@ -211,12 +213,13 @@ class _Task(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.sizes.parameters / 1e9:.1f} billion parameters, sequence {self.sequence}, "
-            f"{self.gpus} {self.gpu} in hosts of {self.gpus_per_host}, {self.network}"
+            f"{self.sizes.parameters / 1e9:.1f} billion parameters, "
+            f"sequence length {self.sequence}, {self.gpus} {self.gpu} "
+            f"in hosts of {self.gpus_per_host}, {self.network}"
         )
 
     def plan(self, tp: int = 1, batch: int = 1) -> Plan:
-        """A plan sharded over all GPUs except those of ``tp``, with full recomputation."""
+        """Return a plan with ``tp``, otherwise sharded over all GPUs, with full recomputation."""
         return Plan(
             self.sizes,
             Layout(dp_shard=self.gpus // tp, tp=tp),
@@ -229,13 +232,13 @@ class _Task(NamedTuple):
         )
 
     def best_tokens_per_s(self) -> float:
-        """Tokens/s per GPU of the fastest of three recipes, among those that fit."""
+        """Return the tokens/s per GPU of the fastest among those of three recipes that fit."""
         plans = (self.plan(), self.plan(batch=4), self.plan(tp=4))
         return max(_step_of(plan).tokens_per_s() for plan in plans if _fits(plan))
 
 
-# Sizes of Code Llama 34B, Llama 2 13B and Llama 3 8B, on invented clusters. On the first, any
-# recipe will do; the second needs more tokens per GPU, and on the third they only fit with tp.
+# Code Llama 34B, Llama 2 13B and Llama 3 8B, on invented clusters. On the first, any recipe will
+# do; the second needs more tokens per GPU; on the third, the long sequences only fit with tp.
 _TASKS = (
     _Task(TransformerSizes(48, 8192, 64, 8, 22_016, 32_000), 4096, 48, 8, "H200", "RoCE 400"),
     _Task(TransformerSizes(40, 5120, 40, 40, 13_824, 32_000), 4096, 32, 4, "A100", "Ethernet 100"),
@@ -270,7 +273,7 @@ def defend(answer: Callable[..., Any]) -> dict[str, Any]:
         shown[given] = (
             f"{plan.layout}, batch {plan.batch}: {format_bytes(_allocated(step))} allocated, "
             f"{tokens_per_s:,.0f} tokens/s per GPU expected, {speed:,.0f} in virtual time, "
-            f"{speed / best:.0%} of the course's choice"
+            f"{speed / best:.0%} of the speed of the course's choice"
         )
     return shown
 
@@ -278,31 +281,31 @@ def defend(answer: Callable[..., Any]) -> dict[str, Any]:
 def _state_hint(mine: float, plan: Plan) -> str:
     count, parts = plan.sizes.parameters, plan.layout.dp_shard * plan.layout.tp
     if math.isclose(mine, 16 * count / parts, rel_tol=0.05):
-        return "Gradients come and go: parameters and Adam's state are 12 bytes, not 16."
+        return "Gradients don't persist: parameters and Adam's state are 12 bytes, not 16."
     if math.isclose(mine, 12 * count, rel_tol=0.05):
-        return "Divide by the number of GPUs that share one copy."
-    return "12 bytes per parameter, divided by dp_shard times tp."
+        return "Divide by the number of GPUs that share one copy of the state."
+    return "It's 12 bytes per parameter, divided by dp_shard times tp."
 
 
 def _speed_hint(mine: float, step: ExtrapolatedStep) -> str:
     plan = step.plan
     at_peak = plan.spec.tensor_flop_per_s / estimate.flop_per_token(plan.sizes, plan.sequence)
     if math.isclose(mine, at_peak, rel_tol=0.1):
-        return "That is the full peak: arithmetic reaches half of it."
+        return "That's for the full peak: arithmetic reaches half of it."
     if math.isclose(mine, at_peak / 2 * plan.layout.ranks, rel_tol=0.4):
-        return "Give the tokens/s of one GPU, not of all."
+        return "Return the tokens/s of one GPU, not of all."
     if plan.recompute == "full" and math.isclose(mine, at_peak / 2, rel_tol=0.05):
-        return "Full recomputation runs forward twice: count 5/4 of the FLOPs."
-    return f"A step is, in virtual time, {_where(step)}."
+        return "Full recomputation runs forward twice: multiply the FLOPs by 5/4."
+    return f"In virtual time, a step consists of: {_where(step)}."
 
 
 def _same_task(plan: Plan, wanted: Plan) -> None:
     if plan.layout.pp > 1:
         raise Wrong(
-            yours=f"a layout with {plan.layout.pp} stages",
-            expected="dp_replicate × dp_shard × tp, without stages",
+            yours=f"a layout with {plan.layout.pp} pipeline stages",
+            expected="dp_replicate × dp_shard × tp, without pipeline stages",
             hint="A pipeline may well work; predict(plan) can tell. But this check records only a "
-            "few layers, and stages don't divide those as they do the whole model.",
+            "few layers, and stages don't divide those as they divide the full model.",
         )
     names = ("sizes", "sequence", "gpus_per_host", "network")
     wrong = [name for name in names if getattr(plan, name) != getattr(wanted, name)]
@@ -314,7 +317,7 @@ def _same_task(plan: Plan, wanted: Plan) -> None:
         raise Wrong(
             yours=f"a plan for something else: {', '.join(wrong)}",
             expected=f"{wanted.layout.ranks} {wanted.spec.name.removeprefix('Virtual ')}, and the "
-            "given model, sequence, hosts and network",
+            "given model, sequence length, hosts and network",
             hint="dp_replicate × dp_shard × tp must be all GPUs, and the plan must match the task.",
         )
 
@@ -330,10 +333,10 @@ def _check_room(plan: Plan) -> None:
         raise Wrong(
             yours=f"{format_bytes(_allocated(_step_of(plan)))} allocated\n{causes}",
             expected=f"at most {format_bytes(ROOM * plan.spec.memory_bytes)}",
-            hint="A larger dp_shard makes parameters, state and gradients smaller; fewer sequences, a "
-            "larger tp or more recomputation make the activations smaller."
+            hint="A larger dp_shard shrinks parameters, state and gradients; fewer sequences, a "
+            "larger tp or more recomputation shrink the activations."
             if plan.reshard_after_forward
-            else "With reshard_after_forward=False, what's gathered stays until backward.",
+            else "With reshard_after_forward=False, gathered parameters stay until backward.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Lesson 12: what makes sharded training equal to one process, and where its bytes and seconds go."""
+"""Lesson 12: why sharded training equals one process, and where its bytes and time go."""
 
 from broken_claims import Broken
 
@@ -10,13 +10,13 @@ _THREE_STEPS = [
 BROKEN = [
     Broken(
         "F01",
-        "the optimizer keeps no averages",
+        "the optimizer keeps no moments",
         old="torch.optim.Adam([master], foreach=False)",
         new="torch.optim.SGD([master], lr=0.1)",
     ),
     Broken(
         "F02",
-        "the optimizer's state is never cut",
+        "the optimizer state is never sharded",
         old="ways = world_size if cause in cut_causes else 1",
         new='ways = world_size if cause in cut_causes and cause != "optimizer state" else 1',
     ),
@@ -59,7 +59,7 @@ BROKEN = [
     ),
     Broken(
         "F06",
-        "what should be DDP is sharded as well",
+        "the DDP model is sharded as well",
         expensive=True,
         cell="out-of-memory",
         old='DDP(gpt_on(gpu, LETTERS)) if how == "ddp" else ',
@@ -74,7 +74,7 @@ BROKEN = [
     ),
     Broken(
         "F08",
-        "parameters are freed after forward all the same",
+        "parameters are freed after forward anyway",
         expensive=True,
         old="reshard_after_forward=reshard)",
         new="reshard_after_forward=True)",
@@ -103,7 +103,7 @@ BROKEN = [
     ),
     Broken(
         "F11",
-        "the optimizer is made after fully_shard",
+        "the optimizer is created after fully_shard",
         expensive=True,
         old="optimizer = early if optimizer_first else make_adam(net.parameters())",
         new="optimizer = make_adam(net.parameters())",
@@ -152,5 +152,7 @@ BROKEN = [
         old="in_bf16, in_fp32 = partial(shard_each, mp_policy=BF16)",
         new="in_bf16, in_fp32 = shard_each",
     ),
-    Broken("F18", "all ranks run as many forwards", old="range(batches_of[rank])", new="range(2)"),
+    Broken(
+        "F18", "all ranks run equally many forwards", old="range(batches_of[rank])", new="range(2)"
+    ),
 ]

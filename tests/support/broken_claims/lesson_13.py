@@ -34,7 +34,7 @@ BROKEN = [
     ),
     Broken(
         "G04",
-        "all changes go by way of a whole tensor",
+        "all changes go through a full tensor",
         expensive=True,
         old="after = before.redistribute(mesh, [new])",
         new="after = before.redistribute(mesh, [Replicate()]).redistribute(mesh, [new])",
@@ -49,14 +49,14 @@ BROKEN = [
     ),
     Broken(
         "G06",
-        "each product takes the input for itself",
+        "each matmul takes its input separately",
         expensive=True,
         old="launch.run(beside_one_gpt, 4, plan, batch",
         new="launch.run(beside_one_gpt, 4, first_plan, batch",
     ),
     Broken(
         "G07",
-        "plain tensor parallelism in its place",
+        "plain tensor parallelism is used instead",
         expensive=True,
         cell="sequence-proof",
         old='"with sequence parallel": (sequence_plan, Shard(1))',
@@ -64,14 +64,14 @@ BROKEN = [
     ),
     Broken(
         "G07",
-        "norms and residual sums are not split",
+        "norms and residual additions are not split",
         cell="kept-split-proof",
         old="plan=gpt3_plan(Shard(1)), x_length=2048 // t",
         new="plan=gpt3_plan(Replicate())",
     ),
     Broken(
         "G08",
-        "the first products run in 32 bits",
+        "the first matmuls run in float32",
         old="layer = GPT3Layer(h, heads, core).bfloat16()",
         new="layer = GPT3Layer(h, heads, core)",
         further=[
@@ -83,21 +83,21 @@ BROKEN = [
     ),
     Broken(
         "G09",
-        "the logits are gathered all the same",
+        "the logits are gathered anyway",
         expensive=True,
         old='layout = {"use_local_output": False} if split else',
         new="layout =",
     ),
     Broken(
         "G10",
-        "hosts are joined by NVLink",
+        "NVLink connects the hosts",
         expensive=True,
         old='with vgpu.cluster(hosts, degree // hosts, "H100", link=link)',
         new='with vgpu.cluster(1, degree, "H100", link=link)',
     ),
     Broken(
         "G11",
-        "split DTensors take their masks from plain tensors",
+        "split DTensors get their masks from plain tensors",
         expensive=True,
         old="found.append(F.dropout(ones, 0.5).to_local().cpu() != 0)",
         new="found.append(F.dropout(ones.to_local(), 0.5).cpu() != 0)",

@@ -7,7 +7,7 @@ _ONE_STEP = [("itertools.islice(reader, 3)", "itertools.islice(reader, 1)")]
 BROKEN = [
     Broken(
         "H01",
-        "the mesh counts its first dimension fastest",
+        "the mesh's first dimension varies fastest",
         expensive=True,
         old="mesh = init_device_mesh(my_gpu().type, shape, mesh_dim_names=names)",
         new="ranks = torch.arange(8).view(4, 2).T\n"
@@ -15,7 +15,7 @@ BROKEN = [
     ),
     Broken(
         "H02",
-        "each rank of a tensor group reads its own sequences",
+        "each rank in a tensor group reads its own sequences",
         expensive=True,
         shorter=_ONE_STEP,
         old='train(model, mesh.get_local_rank("shard"), mesh["shard"].size())',
@@ -23,7 +23,7 @@ BROKEN = [
     ),
     Broken(
         "H09",
-        "what is replicated is added as well",
+        "replicated gradients are added, too",
         expensive=True,
         old="                if not placement.is_replicate():\n"
         "                    group = parameter.device_mesh.get_group(dimension)\n"
@@ -46,14 +46,14 @@ BROKEN = [
     ),
     Broken(
         "H04",
-        "nothing is kept",
+        "nothing is kept gathered",
         expensive=True,
         old='"kept until the step ends": (True, False)',
         new='"kept until the step ends": (True, True)',
     ),
     Broken(
         "H05",
-        "what was summed does not shrink when a higher score comes",
+        "earlier sums are not scaled down when a higher score comes",
         expensive=True,
         old="shrink * total + weights.sum(-1, keepdim=True), shrink * output + weights @ values",
         new="total + weights.sum(-1, keepdim=True), output + weights @ values",
@@ -76,7 +76,7 @@ BROKEN = [
     ),
     Broken(
         "H07",
-        "the router sends as many tokens to each expert",
+        "the router sends equally many tokens to each expert",
         expensive=True,
         old="scores, chosen = router(tokens).topk(best)",
         new="scores, chosen = router(tokens).topk(best)\n"
@@ -85,14 +85,14 @@ BROKEN = [
     ),
     Broken(
         "H07",
-        "gradients of tokens stay with the expert",
+        "tokens' gradients stay with the expert",
         expensive=True,
         old="return AllToAll.apply(grad, ctx.receives, ctx.sends), None, None",
         new="return grad.new_zeros(sum(ctx.sends), grad.size(1)), None, None",
     ),
     Broken(
         "H08",
-        "every expert computes with all tokens that are there, and keeps its own",
+        "every expert computes all tokens on its rank, and keeps its own",
         expensive=True,
         old="        results = results.index_add(0, mine, expert(rows[mine]))",
         new="        own = (numbers == number)[:, None]\n"
@@ -100,7 +100,7 @@ BROKEN = [
     ),
     Broken(
         "H10",
-        "all links are as fast as those in a host",
+        "all links are as fast as those inside a host",
         old="return {order: answer(mesh, **changes)",
         new="return {order: answer(mesh, gpus_per_host=64)",
     ),

@@ -2,7 +2,7 @@
 
 from broken_claims import Broken
 
-# These don't prove that two and four layers predict what all 32 do.
+# Without the check that two and four layers predict all 32.
 _FEW_LAYERS = [
     (
         "assert abs(seconds(first) / step.seconds - 1) < 0.01\n"
@@ -23,7 +23,7 @@ BROKEN = [
     ),
     Broken(
         "I02",
-        "nothing is computed again",
+        "nothing is recomputed",
         expensive=True,
         shorter=[
             *_FEW_LAYERS,
@@ -43,7 +43,7 @@ BROKEN = [
     ),
     Broken(
         "I04",
-        "nothing is computed again",
+        "nothing is recomputed",
         expensive=True,
         shorter=_FEW_LAYERS,
         old='llama("70B", 32, 8, 16, "full")',
@@ -51,7 +51,7 @@ BROKEN = [
     ),
     Broken(
         "I05",
-        "chunks are not simulated",
+        "interleaving is not simulated",
         old="schedules.interleaved(8, micro_batches, chunks)",
         new="schedules.one_forward_one_backward(8, micro_batches)",
     ),

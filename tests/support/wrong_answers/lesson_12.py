@@ -1,4 +1,4 @@
-"""Typical mistakes in the exercises of lesson 12, and what the learner must be told."""
+"""Typical mistakes in lesson 12's exercises, and what the learner must be told."""
 
 from wrong_answers import template
 
@@ -38,7 +38,10 @@ _TOKENS = "def tokens_to_hide(gpus, flop_per_s, bytes_per_s):\n    return {}"
 
 WRONG = {
     "12.1": [
-        (_step(grad=f"{_GRAD} * dist.get_world_size()"), "times too large: a sum"),
+        (
+            _step(grad=f"{_GRAD} * dist.get_world_size()"),
+            "times too large: you used the ranks' sum",
+        ),
         (_step(write="pass"), "haven't changed"),
         (
             "def zero1_step(parameters, shards, optimizer):\n"
@@ -51,7 +54,7 @@ WRONG = {
         ),
         (
             _step(write="parameter.data.view(-1)[:len(shard)] = shard.data[:parameter.numel()]"),
-            "from an all-gather",
+            "Get the others from an all-gather",
         ),
         (_step(grad="part_of(parameter.grad)"), "All ranks' gradients must be averaged"),
         (_step(forget="pass"), "set it to None"),
@@ -115,7 +118,7 @@ WRONG = {
             "    dcp.load(state, checkpoint_id=folder)\n"
             "    for parameter in model.parameters():\n"
             "        parameter.data.mul_(2)",
-            "The values aren't the checkpoint's",
+            "The values differ from the checkpoint's",
         ),
         (
             "def fill(model, folder):\n"

@@ -1,4 +1,4 @@
-"""Typical mistakes in the exercises of lesson 13, and what the learner must be told."""
+"""Typical mistakes in lesson 13's exercises, and what the learner must be told."""
 
 from wrong_answers import template
 
@@ -110,7 +110,7 @@ class Gather(torch.autograd.Function):
 def row_linear(x, weight, bias):
     return Gather.apply(F.linear(x, weight)) + bias
 """,
-            "over the budget",
+            "over budget",
         ),
         ("def row_linear(x, weight, bias):\n    return F.linear(x, weight)[:1]", "(B, O)"),
     ],
@@ -158,9 +158,9 @@ mended = {
         (_loss(largest="largest = torch.zeros_like(largest)"), "exp overflows"),
         *((_loss().replace("amax(1)", shift), "exp overflows") for shift in ("mean(1)", "amin(1)")),
         (
-            # One more word at the front.
+            # One index too many at the front.
             _loss().replace("own >= 0", "own >= -1"),
-            "which one rank has and all others",
+            "which one rank has, while all others",
         ),
         (_loss(result="(total.log() - Leave.apply(picked)).sum()"), "return the mean"),
         (
@@ -171,7 +171,7 @@ def split_loss(logits, targets):
     parts[dist.get_rank()] = logits
     return F.cross_entropy(torch.cat(parts, 1), targets)
 """,
-            "over the budget",
+            "over budget",
         ),
         (
             _loss(total="shifted.exp().sum(1); dist.all_reduce(total)"),
@@ -179,12 +179,12 @@ def split_loss(logits, targets):
         ),
         (
             _loss(total="Leave.apply(Enter.apply(shifted).exp().sum(1))"),
-            "its gradient is passed back unchanged",
+            "pass its gradient back unchanged",
         ),
         (
             "def split_loss(logits, targets):\n"
             "    return F.cross_entropy(logits, targets % logits.size(1), reduction='none')",
-            "a tensor without dimensions",
+            "a zero-dimensional tensor",
         ),
     ],
     "13.4": [
@@ -193,7 +193,7 @@ def split_loss(logits, targets):
         (_far(time="max(host_s, (split_s + whole_s) / n)"), "there are four"),
         (
             _far(time="host_s + split_s / n + whole_s + 4 * sent_s * (n > 1)"),
-            "the longer of the two counts",
+            "the longer of the two times counts",
         ),
         (
             _far(time="max(host_s, split_s / n + whole_s + 4 * sent_s * n / max(n - 1, 1))"),

@@ -1,4 +1,4 @@
-"""Typical mistakes in the exercises of lesson 14, and what the learner must be told."""
+"""Typical mistakes in lesson 14's exercises, and what the learner must be told."""
 
 from wrong_answers import template
 
@@ -46,7 +46,10 @@ WRONG = {
             ),
             "The last dimension varies fastest",
         ),
-        (_groups(result="ranks.reshape(sizes[dimension], -1).tolist()"), "ranks, its size"),
+        (
+            _groups(result="ranks.reshape(sizes[dimension], -1).tolist()"),
+            "ranks, the dimension's size",
+        ),
         (_groups(result="ranks.reshape(-1, sizes[dimension]).tolist()"), "its ranks are neighbors"),
         (
             _groups(
@@ -57,7 +60,7 @@ WRONG = {
         ),
         (
             _groups(result="ranks.movedim(dimension, 0).reshape(-1, sizes[dimension]).tolist()"),
-            "only their index in this dimension differs",
+            "they differ only in their index in this dimension",
         ),
         ("def groups_of(sizes, dimension):\n    return 3", "Return a list of groups"),
     ],
@@ -70,7 +73,7 @@ WRONG = {
         (
             "def attend(query, blocks):\n    for k, v in blocks:\n"
             "        out = F.scaled_dot_product_attention(query, k, v)\n    return out",
-            "the last block alone",
+            "the result for the last block alone",
         ),
         (
             "def attend(query, blocks):\n    total, output = 0.0, 0.0\n"
@@ -81,7 +84,7 @@ WRONG = {
             "exp overflows",
         ),
         (
-            # One highest score for all queries: some have only weights of 0.
+            # One highest score for all queries: some queries' weights are all 0.
             "def attend(query, blocks):\n"
             "    highest, total, output = -math.inf, 0.0, 0.0\n"
             "    for keys, values in blocks:\n"
@@ -98,7 +101,7 @@ WRONG = {
             "def attend(query, blocks):\n    keys, values = zip(*blocks)\n"
             "    return F.scaled_dot_product_attention(query, torch.cat(keys, -2), "
             "torch.cat(values, -2))",
-            "Take one at a time",
+            "Process one at a time",
         ),
         (
             "def attend(query, blocks):\n"
@@ -109,7 +112,7 @@ WRONG = {
             "    return sum(w @ v for w, v in weighed) / total",
             "drop each block",
         ),
-        (_attend(output="output + weights @ values"), "shrink by"),
+        (_attend(output="output + weights @ values"), "multiply the sum and the output so far"),
         (_attend(factor="1.0"), "lack their factor"),
         (_attend().replace("-math.inf", "0.0"), "all scores may be below 0"),
         ("def attend(query, blocks):\n    return query.sum()", "the query's shape"),
@@ -117,7 +120,7 @@ WRONG = {
     "14.3": [
         ("def balanced(rank, ranks):\n    return 2 * rank, 2 * rank + 1", "an early one"),
         ("def balanced(rank, ranks):\n    return rank, 2 * ranks - rank", "no rank holds"),
-        ("def balanced(rank, ranks):\n    return rank", "Return the numbers of two chunks"),
+        ("def balanced(rank, ranks):\n    return rank", "Return the indices of two chunks"),
     ],
     "14.4": [
         (_PLACES.format(result="places < capacity"), "Too few are kept"),
@@ -135,7 +138,7 @@ WRONG = {
             "    for token in range(len(chosen)):\n"
             "        kept[token] = (chosen[: token + 1] == chosen[token]).sum() <= capacity\n"
             "    return kept",
-            "makes a GPU wait",
+            "makes the GPU wait",
         ),
         (
             "def within_capacity(chosen, experts, capacity):\n"
@@ -143,7 +146,7 @@ WRONG = {
             "    for expert in range(experts):\n"
             "        kept[(chosen == expert).nonzero()[:capacity]] = True\n"
             "    return kept",
-            "count there",
+            "count on the GPU",
         ),
         (
             "def within_capacity(chosen, experts, capacity):\n"
@@ -152,7 +155,7 @@ WRONG = {
             "        counts[expert] += 1\n"
             "        kept.append(counts[expert] <= capacity)\n"
             "    return torch.tensor(kept, device=chosen.device)",
-            "count there",
+            "count on the GPU",
         ),
         (
             "def within_capacity(chosen, experts, capacity):\n"

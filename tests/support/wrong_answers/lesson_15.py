@@ -1,4 +1,4 @@
-"""Typical mistakes in the exercises of lesson 15, and what the learner must be told."""
+"""Typical mistakes in lesson 15's exercises, and what the learner must be told."""
 
 from wrong_answers import template
 
@@ -50,7 +50,7 @@ WRONG = {
         (_envelope(days="seconds"), "a day has 86,400"),
         (_envelope(days="seconds / 3600"), "a day has 24"),
         (_envelope(speed="gpus * flop_per_s"), "No GPU reaches its peak"),
-        (_envelope(speed="flop_per_s * mfu"), "all of them compute together"),
+        (_envelope(speed="flop_per_s * mfu"), "all GPUs compute together"),
         (_envelope(state="16 * parameters"), "divide by the number of GPUs"),
         (_envelope(state="4 * parameters / gpus"), "4 of the 16 bytes"),
         (_envelope(state="12 * parameters / gpus"), "Gradients are missing"),
@@ -67,7 +67,7 @@ WRONG = {
         (
             'my_plan = Plan(LLAMA["70B"], Layout(dp_shard=64), recompute="full", '
             "reshard_after_forward=False)",
-            "stays until backward",
+            "gathered parameters stay until backward",
         ),
         (
             'my_plan = Plan(LLAMA["70B"], Layout(dp_shard=8, tp=8), batch=8, recompute="full")',
@@ -77,10 +77,10 @@ WRONG = {
     "15.3": [
         (
             _interval(gpus="", interval="math.sqrt(2 * checkpoint_s * between_failures_s)"),
-            "That is for one GPU",
+            "That's for one GPU",
         ),
         (_interval(interval="math.sqrt(checkpoint_s * between_failures_s)"), "a factor of 2"),
-        (_interval(interval="between_failures_s"), "many checkpoints"),
+        (_interval(interval="between_failures_s"), "fit many checkpoints"),
         (_interval(interval="2 * checkpoint_s * between_failures_s"), "The square root is missing"),
         (_interval(interval="checkpoint_s"), "Too often"),
         (_interval(interval="between_failures_s / 2"), "Too rarely"),
@@ -90,12 +90,12 @@ WRONG = {
         (_defend(state="12 * sizes.parameters"), "Divide by the number of GPUs"),
         (_defend(state="'8 GiB'"), "a Plan and two numbers"),
         (_defend(speed="1.0"), "the full peak"),
-        (_defend(speed="0.5"), "count 5/4"),
+        (_defend(speed="0.5"), "by 5/4"),
         (_defend(speed="0.375 * gpus"), "one GPU, not of all"),
         (_defend(layout="dp_replicate=gpus", state="12 * sizes.parameters"), "A larger dp_shard"),
         (_defend(layout="dp_shard=gpus // 2"), "all GPUs"),
-        # One recipe for every cluster: too few tokens to hide the gathers, too much for a GPU, too
-        # many hosts that wait.
+        # One recipe for every cluster: too few tokens to hide the gathers, too much for a GPU, or
+        # too many hosts that wait.
         (_defend(), "more tokens per GPU"),
         (_defend(batch=4), "a larger tp"),
         (
