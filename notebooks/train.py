@@ -74,8 +74,8 @@ def main() -> None:
     for name, (default, _) in numbers.items():
         if getattr(options, name.replace("-", "_")) < (least := min(default, 1)):
             refuse(f"--{name} must be at least {least}")
-    if not 0 < options.learning_rate < math.inf:
-        refuse(f"--learning-rate must be positive and finite, got {options.learning_rate}")
+    if not 0 <= options.learning_rate < math.inf:
+        refuse(f"--learning-rate must be finite and at least 0, got {options.learning_rate}")
     own = {name: getattr(options, name) for name in ("layers", "width", "sequence")}
     sizes = replace(MODELS[options.model], **{name: n for name, n in own.items() if n})
     axes = mesh_dimensions(options, sizes)

@@ -1,5 +1,6 @@
 """Letters from Python's own help: encoded, split, divided into batches for ranks, and learned."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -56,6 +57,14 @@ def test_targets_are_the_letters_after_their_inputs():
     assert inputs.shape == targets.shape == (50, 7)
     torch.testing.assert_close(targets, inputs + 1)
     assert inputs.min() < 10 and targets.max() > 90, "they begin anywhere"
+
+
+def test_skipped_batches_are_not_drawn_again():
+    fourth = list(itertools.islice(batches(letters(), 4, 8), 4))[-1]
+    first = next(batches(letters(), 4, 8, skip=3))
+    assert all(torch.equal(*pair) for pair in zip(fourth, first, strict=True))
+    with pytest.raises(ValueError, match="skip must be 0 or more batches, got -1"):
+        batches(letters(), 4, 8, skip=-1)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

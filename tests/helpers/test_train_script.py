@@ -43,6 +43,8 @@ def at_the_third_loss(rank, world_size, arguments, what):
 
     def instead(*given):
         loss = cross_entropy(*given)
+        if not torch.is_grad_enabled():  # held out
+            return loss
         return what(loss) if next(losses) == 3 and rank == world_size - 1 else loss
 
     with mock.patch.object(nn.functional, "cross_entropy", instead):
@@ -98,13 +100,16 @@ def test_layouts_match_a_single_processs_losses_and_norms(run):
         )
 
 
-@pytest.mark.parametrize("layout", ["--dp-replicate 2", "--dp-shard 2"])
-def test_microbatches_send_their_gradients_once_per_step(run, capfd, layout):
+@pytest.mark.parametrize(("layout", "times"), [("--dp-replicate 2", 1), ("--dp-shard 2", 4)])
+def test_replicas_add_gradients_once_per_step_and_shards_in_every_microbatch(
+    run, capfd, layout, times
+):
+    """Otherwise each rank would hold the gradients of the whole model, in float32."""
     alone = losses(run("--steps 3"))
     options = f"--steps 3 --accumulate 4 {layout}".split()
     (_, calls), _ = launch.run(counters.count_collectives, 2, on_a_rank, options, gpu="V100")
     reduced = sum(count for name, count in calls if "reduce" in name)
-    assert reduced == pytest.approx(3 * LETTERS.parameters, rel=0.01)
+    assert reduced == pytest.approx(3 * times * LETTERS.parameters, rel=0.01)
     torch.testing.assert_close(losses(capfd.readouterr().out), alone, rtol=2e-3, atol=0)
 
 
@@ -143,8 +148,11 @@ def test_sigterm_to_one_rank_saves_the_step_and_ends_all(run, tmp_path, capfd):
         os.kill(os.getpid(), signal.SIGTERM)
         return loss
 
-    launch.run(at_the_third_loss, 2, options.split(), terminated, gpu="V100")
-    assert [step for step, *_ in losses(capfd.readouterr().out)] == [3]
+    with pytest.raises(launch.LaunchError):
+        launch.run(at_the_third_loss, 2, options.split(), terminated, gpu="V100")
+    shown = capfd.readouterr()
+    assert [step for step, *_ in losses(shown.out)] == [3]
+    assert "stopped by SIGTERM after step 3; the same command continues from there" in shown.err
     output = run(options, 2)
     assert f"resumed from {tmp_path / 'step-00000003'}" in output
     torch.testing.assert_close(losses(output), losses(run("--steps 20")), rtol=2e-3, atol=0)
@@ -154,6 +162,9 @@ def test_training_resumes_in_another_layout_from_the_last_complete_checkpoint(ru
     options = f"--steps 30 --save-every 10 --checkpoints {tmp_path}"
     whole = losses(run(f"{options} --dp-shard 4", 4))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000030"]
+    kept = [tmp_path / "step-00000010-best", tmp_path / "step-notes.txt"]
+    kept[0].mkdir()
+    kept[1].touch()
     for layout, ranks in (("--dp-shard 2 --tp 2", 4), ("", 1)):
         # As if killed while the last one was being written.
         (tmp_path / "step-00000030" / ".metadata").unlink()
@@ -166,6 +177,7 @@ def test_training_resumes_in_another_layout_from_the_last_complete_checkpoint(ru
             atol=0,
             msg=lambda text, layout=layout: f"{layout}: {text}",
         )
+    assert all(path.exists() for path in kept)  # other names belong to somebody else
 
 
 def started(command):
@@ -264,6 +276,7 @@ def test_the_script_refuses_a_file_that_has_none_of_its_weights(
         ("--save-every 0", "--save-every must be at least 1"),
         ("--dp-shard -2 --tp -2", "--dp-shard must be at least 0"),
         ("--layers -1", "--layers must be at least 0"),
+        ("--learning-rate nan", "--learning-rate must be finite and at least 0, got nan"),
     ],
 )
 def test_the_script_refuses_sizes_that_are_not_divisible(monkeypatch, capsys, options, message):
@@ -274,6 +287,42 @@ def test_the_script_refuses_sizes_that_are_not_divisible(monkeypatch, capsys, op
     assert capsys.readouterr().err == f"train.py: {message}\n"
 
 
+def test_the_script_refuses_more_ranks_than_the_host_has_gpus(monkeypatch, capsys):
+    """Computing on the CPU instead, beside other hosts' GPUs, would hang all of them."""
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        gpt.join()
+    assert (
+        "train.py: 2 ranks on a host with 1 GPUs: start one rank per GPU" in capsys.readouterr().err
+    )
+
+
+def test_the_script_refuses_restarts_that_could_hang(monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(SystemExit):
+        gpt.join()
+    assert "needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capsys.readouterr().err
+
+
+GRAPHS = """
+import runpy, sys, torch
+compiled = torch.nn.Module.compile
+torch.nn.Module.compile = lambda *args, **kwargs: compiled(*args, backend="eager", **kwargs)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+print("graphs:", torch._dynamo.utils.counters["stats"]["unique_graphs"])
+"""
+
+
+def test_blocks_that_recompute_are_compiled():
+    """torch.compile leaves a module out whose forward is checkpoint itself."""
+    options = ["--steps", "1", "--layers", "1", "--batch", "2", "--compile", "--recompute"]
+    command = [sys.executable, "-c", GRAPHS, SCRIPT, *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert re.search(r"graphs: [1-9]", done.stdout), done.stderr
+
+
 def test_the_script_refuses_another_models_checkpoint(run, tmp_path, capfd):
     run(f"--steps 2 --checkpoints {tmp_path}")
     with pytest.raises(SystemExit):
@@ -281,6 +330,17 @@ def test_the_script_refuses_another_models_checkpoint(run, tmp_path, capfd):
     message = capfd.readouterr().err
     different = f"{tmp_path / 'step-00000002'} is from a different model: width was 128, now 64"
     assert message == f"train.py: {different}\n"
+
+
+def test_the_script_refuses_a_folder_that_it_cannot_write_into_before_it_trains(
+    run, tmp_path, capfd
+):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        run(f"--steps 2 --checkpoints {tmp_path / 'file'}")
+    found = capfd.readouterr()
+    assert f"train.py: cannot write into {tmp_path / 'file'}: " in found.err
+    assert "step" not in found.out
 
 
 def test_a_full_disk_keeps_the_last_complete_checkpoint(run, tmp_path, capfd):
