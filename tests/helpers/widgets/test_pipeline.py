@@ -106,7 +106,7 @@ def test_layer_cost_leaves_virtual_gpus_as_they_were():
 @pytest.mark.parametrize(
     ("choice", "said"),
     [
-        (("interleaved 1F1B, 2 chunks", 8, 4), "4 isn't a multiple of that"),
+        (("interleaved 1F1B, 2 chunks", 8, 4), "4 isn't a multiple of 8"),
         (("1F1B", 8, BATCH * 2, "H100"), "doesn't divide evenly"),
     ],
 )
