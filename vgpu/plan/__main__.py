@@ -90,7 +90,7 @@ _LAYOUT = {
     "dp_replicate": "replicas: data parallelism with full copies of the model",
     "dp_shard": "ranks across which FSDP2 shards a replica's parameters",
     "tp": "neighboring ranks that split each layer: tensor parallelism",
-    "pp": "pipeline ranks; the embedding and the output each count as a layer",
+    "pp": "pipeline ranks (each has --chunks stages); embedding and output each count as a layer",
     "ep": "expert parallelism: how many dp-shard and context ranks hold different experts",
     "cp": "ranks that split each sequence: context parallelism",
 }
@@ -104,7 +104,7 @@ _COUNTS = {
     "recompute_every": f"recompute one of every N blocks (default: {Plan.recompute_every})",
     "accumulate": "without a pipeline, batches per step whose gradients are accumulated "
     f"(default: {Plan.accumulate})",
-    "micro_batches": "micro-batches per batch in a pipeline (default: as many as pipeline ranks)",
+    "micro_batches": "micro-batches per batch in a pipeline (default: the value of --pp)",
 }
 _SEARCH = {
     "hosts": "hosts in the cluster, instead of a layout",
@@ -114,7 +114,7 @@ _COSTS = ("arithmetic_share", "fuses", "async_tp")
 _SEARCHED = ("batch", "recompute", "reshard_after_forward", "trace")
 """Options that can't be combined with ``--search``."""
 _SERVE = {
-    "weight_bits": "bits per weight in the blocks: 8 means float8 (default: 16)",
+    "weight_bits": "bits per weight in the blocks; 8 means float8 (default: 16)",
     "cache_bits": "bits per element of the KV cache (default: 16)",
     "prompt": "tokens per prompt (default: 1024)",
     "output": "tokens per response (default: 256)",

@@ -101,7 +101,7 @@ DIMENSIONS = ("tensor", "context", "pipeline", "data")
 
 _WORKING_BYTES = 2  # of an activation, or of a gathered parameter: bfloat16
 _GRADIENT_BYTES = 4
-_ADAM_BYTES = 12  # parameter, momentum and variance in float32, sharded
+_ADAM_BYTES = 12  # parameter and both moments in float32, sharded
 
 _Sent = list[tuple[int, float, float, float]]
 

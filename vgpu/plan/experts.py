@@ -37,7 +37,7 @@ class ExpertSizes:
     shared_width: int = 0  # of a shared expert, which every token goes through; 0: none
     dense_layers: int = 0  # leading blocks with a dense feed-forward layer instead of experts
     capacity: float = 1.0  # slots per expert, relative to an equal share of the tokens
-    ranks_per_token: int | None = None  # maximum number of ep ranks that hold a token's experts
+    ranks_per_token: int | None = None  # limit for ep ranks with a token's experts; None: no limit
 
     def check(self) -> None:
         """Raise ValueError if no ``Experts`` can have these sizes."""

@@ -19,7 +19,7 @@ from itertools import accumulate, repeat
 LLAMA_3_FAILURES_PER_GPU_S = 419 / (54 * 86_400 * 16_384)
 
 MOST_EVENTS = 10_000_000
-"""The limit for the expected failures and checkpoints of a simulation; 400,000 take a second."""
+"""The limit for a simulation's expected failures and checkpoints; 400,000 take a second."""
 
 
 def mean_time_between_failures_s(
@@ -31,7 +31,7 @@ def mean_time_between_failures_s(
 
 
 def best_interval_s(checkpoint_s: float, between_failures_s: float) -> float:
-    """Return the seconds between checkpoints that lose the least time: sqrt(2 · checkpoint · MTBF).
+    """Return the checkpoint interval that loses the least time: sqrt(2 · checkpoint time · MTBF).
 
     The formula holds if a checkpoint takes much less time than the mean time between failures.
     Source: Young, 1974, A first order approximation to the optimum checkpoint interval.
@@ -60,7 +60,7 @@ def expected_goodput(
 
 @dataclass(frozen=True)
 class Goodput:
-    """How long a training run took, and how much of that time was training that wasn't lost."""
+    """The duration of a training run, and how much of it was training that wasn't lost."""
 
     training_s: float
     total_s: float

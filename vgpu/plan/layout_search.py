@@ -200,7 +200,7 @@ def _too_large_on_paper(plan: Plan) -> str:
 
 
 def _tried(group: list[Candidate], **costs: Any) -> list[Candidate]:
-    """Try the plans of one layout, for all of which two models with a few layers are enough."""
+    """Try the plans of one layout; they share two models with a few layers."""
     plan = group[0].plan
     few = LAYERS if plan.sizes.layers > LAYERS[0] else (plan.sizes.layers,)
     with on_cluster(plan):
@@ -215,7 +215,7 @@ def _tried(group: list[Candidate], **costs: Any) -> list[Candidate]:
 
 
 def _known(plan: Plan, earlier: list[Candidate]) -> str:
-    """Return a reason to rule out a plan that follows from other plans of the same layout.
+    """Return why other plans of the same layout rule out a plan, or "" if they don't.
 
     This assumes that recomputing and regathering less takes no less memory and no more time, and
     that a larger batch takes more memory and less time per token.

@@ -1,4 +1,4 @@
-"""Predicts step times of Megatron-LM runs from one layer, timed on one rank, and a schedule.
+"""Predicts Megatron-LM's step times from one layer, timed on one rank, and a simulated schedule.
 
 Narayanan et al., 2021, Efficient large-scale language model training on GPU clusters: hosts with
 eight 80 GB A100s, NVLink 3, and eight 200 Gb/s InfiniBand adapters; float16, sequence length 2048.
@@ -64,12 +64,14 @@ class Run(NamedTuple):
     gpus: int
     batch: int
     micro_batch: int
-    kept: tuple[str, bool] = FULL  # what's recomputed; whether activations are split along S
+    # What's recomputed, and whether activations are split along the sequence.
+    kept: tuple[str, bool] = FULL
     beside: bool = False  # whether input gradients' all-reduces overlap with the next matmul
     flash: bool = False  # whether attention is one fused kernel
     dropout: float = DROPOUT
     shards_optimizer: bool = False  # across data-parallel ranks (ZeRO-1)
-    overlaps: bool = False  # gradient reductions with backward, parameter gathers with forward
+    # Whether gradient reductions overlap with backward, and parameter gathers with forward.
+    overlaps: bool = False
     gradient_bytes: int = 2  # per element of a gradient, in the reduction
     gpu: vgpu.GPUSpec = GPU
     network: str = NETWORK
@@ -326,7 +328,7 @@ def _beside(gpu_s: float, host_s: float) -> float:
 def _summed_s(
     run: Run, costs: vgpu.CostModel, parameters: int, forward_s: float, backward_s: float
 ) -> float:
-    """Return the exposed time of reducing gradients and gathering parameters across data ranks."""
+    """Return the exposed seconds of gradient reductions and parameter gathers in data parallelism."""
     ranks = range(0, run.dp * run.tp, run.tp)
     gradients_bytes = run.gradient_bytes * parameters
     gathered_s = 0.0

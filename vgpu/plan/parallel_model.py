@@ -49,7 +49,7 @@ class TransformerStage(nn.Module):
 
     The input is (B, S) integers for the first stage, and (B, S, width) for the others. The output
     is (B, S, vocabulary) logits from the last stage, and (B, S, width) from the others. With tensor
-    parallelism, S is a rank's part between stages.
+    parallelism, each rank has only its part of S between stages.
     """
 
     cos: torch.Tensor

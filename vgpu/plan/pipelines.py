@@ -238,7 +238,7 @@ class _StageRank:
         torch.autograd.backward(output, gradient)
 
     def _hidden(self) -> torch.Tensor:
-        """Return a tensor as sent between stages: a rank's part of each sequence."""
+        """Return a tensor like those sent between stages: a rank's part of each sequence."""
         plan = self._plan
         size = (plan.micro_batch, plan.tokens_per_sequence // plan.layout.tp, plan.sizes.width)
         return torch.empty(size, device=self._gpu, dtype=torch.bfloat16)
@@ -321,7 +321,7 @@ class PipelineStep(Step):
     stage: int
     """The fullest rank's position in the pipeline."""
     in_flight: int
-    """The number of micro-batches that the rank keeps at the peak, counted once per chunk."""
+    """Micro-batches that the rank keeps at the peak, counted once per chunk that keeps one."""
     idle_s: float
     """How long the rank waits for other stages."""
     recordings: _Recordings = dataclasses.field(repr=False)

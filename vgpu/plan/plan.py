@@ -38,7 +38,7 @@ class Plan:
     batch: int = 1
     """Sequences per step on each data-parallel rank; ``tp`` and ``cp`` ranks share them."""
     sequence: int = dataclasses.field(default=None)  # type: ignore[assignment]
-    """Tokens per sequence, by default the model's own; if there are more, the model is extended."""
+    """Tokens per sequence, by default the model's; a larger number extends the model."""
     recompute: str = "none"
     """What the backward pass recomputes in each block: one of ``RECOMPUTE``."""
     reshard_after_forward: bool = True
@@ -50,7 +50,7 @@ class Plan:
     micro_batches: int | None = None
     """Micro-batches into which a pipeline divides ``batch``; None: ``pp``, as in torchtitan."""
     accumulate: int = 1
-    """How often a step without a pipeline runs ``batch`` sequences and reduces their gradients."""
+    """How many times a step without a pipeline runs ``batch`` sequences and reduces gradients."""
     reduce: str = "float32"
     """The dtype in which gradients are reduced: one of ``REDUCE``."""
     recompute_every: int = 1
@@ -82,8 +82,8 @@ class Plan:
             )
         if self.sizes.layers > MOST_LAYERS:
             raise ValueError(
-                f"{self.sizes.layers:,} layers are too many: a plan takes at most {MOST_LAYERS:,}; "
-                "all layers are identical"
+                f"{self.sizes.layers:,} layers are too many: a plan takes at most {MOST_LAYERS:,}, "
+                "since all layers are identical"
             )
         if ranks > each and ranks % each:
             raise ValueError(
@@ -344,9 +344,9 @@ class Rank:
     def __init__(self, plan: Plan, takes_a_step: bool = True) -> None:
         """With ``takes_a_step``, the rank takes a training step before the recorded one.
 
-        Otherwise, it only creates the optimizer's state. The recorded step then takes the same time
-        and allocates the same bytes, but the allocator reserves slightly different ones, which
-        depend on everything that happened before.
+        Otherwise, it only creates the optimizer's state. The recorded step then has the same time
+        and allocated bytes, but slightly different reserved bytes, which depend on everything that
+        happened before.
         """
         self._layout = plan.layout
         whole = Transformer(dataclasses.replace(plan.sizes, sequence=plan.tokens_per_sequence))

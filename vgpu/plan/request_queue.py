@@ -31,7 +31,7 @@ class Request:
     prompt: int
     output: int
     cached: int = 0
-    """Prompt tokens whose keys and values come with the request, from a server for prefill."""
+    """Prompt tokens whose keys and values come with the request, from a prefill server."""
 
     def __post_init__(self) -> None:
         check_seconds("arrival_s", self.arrival_s)

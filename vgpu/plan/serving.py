@@ -2,7 +2,7 @@
 
 A server's forward pass takes some new tokens from each sequence, reads the cached keys and values
 of its earlier ones, and generates one more token for each sequence. At first, all of a prompt's
-tokens are new (prefill); later, one token at a time is new (decoding). Times come from a
+tokens are new (prefill); later, there's one new token at a time (decoding). Times come from a
 ``CostModel``, kernel by kernel: matmuls fill a GPU as far as their rows allow, and attention reads
 the cache. Within a host, tensor parallelism's all-reduces use the faster of NCCL's ring and a
 one-shot all-reduce, in which each rank reads all other ranks' tensors. Serving engines use the

@@ -175,7 +175,7 @@ LETTERS = TransformerSizes(2, 128, 4, 4, 256, 96, sequence=64, rotary_base=20.0)
 
 
 class Transformer(nn.Module):
-    """A Llama-style decoder-only transformer, either small enough to train here or only shapes.
+    """A Llama-style decoder-only transformer, small enough to train here or with shapes only.
 
     It takes (B, S) integers and returns (B, S, vocabulary) logits. It has a norm before each
     attention and feed-forward layer, grouped-query attention, and no biases; the rest depends on
@@ -290,15 +290,15 @@ def _keep_size(*layers: nn.Linear) -> None:
     """Initialize the weights so that outputs are about as large as inputs.
 
     With nn.Linear's own initialization, outputs are smaller by a factor of the square root of
-    three. After two or three layers in a row, a block would add little to its input, and start to
-    learn late.
+    three. After two or three layers in a row, a block would add little to its input, and be
+    slow to learn.
     """
     for layer in layers:
         nn.init.kaiming_uniform_(layer.weight, nonlinearity="linear")
 
 
 class CausalAttention(nn.Module):
-    """Attention to a position itself and all earlier ones. Input and output are (B, S, width)."""
+    """Attention from each position to itself and earlier ones. Input and output are (B, S, width)."""
 
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()

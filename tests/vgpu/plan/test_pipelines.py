@@ -252,7 +252,7 @@ def test_a_plan_refuses_an_impossible_pipeline(options, message):
 
 
 def test_a_search_does_not_try_pipelines():
-    with pytest.raises(ValueError, match="this layout has 2 stages"):
+    with pytest.raises(ValueError, match="this layout has pp = 2"):
         search(TWO)
 
 
