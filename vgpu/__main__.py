@@ -144,14 +144,14 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="with --cuda-is-vgpu, also read this package or module, which is not read by default",
+        help="with --cuda-is-vgpu, include this package or module, which is left out by default",
     )
     parser.add_argument(
         "--not-read",
         action="append",
         default=[],
         metavar="NAME",
-        help="with --cuda-is-vgpu, leave this package or module unchanged",
+        help="with --cuda-is-vgpu, leave out this package or module",
     )
     parser.add_argument(
         "--summary",

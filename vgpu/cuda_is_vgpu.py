@@ -101,7 +101,7 @@ def replace_name(text: str) -> str:
 
 
 def replace_in_argument(text: str) -> str:
-    """Call ``replace_name`` on a command-line argument, or its value as in ``device=cuda``."""
+    """Call ``replace_name`` on a command-line argument, or on its value, as in ``device=cuda``."""
     option, equals, value = text.rpartition("=")
     return option + equals + replace_name(value)
 

@@ -191,7 +191,7 @@ class GPUSpec:
 
     @property
     def has_bfloat16(self) -> bool:
-        """Whether tensor cores support bfloat16 (CUDA programming guide: capability 8.0)."""
+        """Whether tensor cores support bfloat16, as since capability 8.0 (CUDA programming guide)."""
         return self.compute_capability >= (8, 0)
 
 

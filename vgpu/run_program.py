@@ -45,7 +45,7 @@ class ProgramSettings:
     network: str = "InfiniBand NDR"
 
     def prepare(self) -> None:
-        """Enable the virtual GPUs, also in child processes; with ``cuda_is_vgpu``, replace CUDA."""
+        """Enable virtual GPUs, also in child processes; with ``cuda_is_vgpu``, for CUDA code."""
         enable(self.count, self.gpu, self.memory_bytes)
         if self.seed is not None:
             torch.manual_seed(self.seed)

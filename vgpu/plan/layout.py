@@ -70,7 +70,7 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """The number of parts into which a batch is divided; ``tp`` and ``cp`` ranks share a part."""
+        """The number of parts of a batch; ``tp`` and ``cp`` ranks work on the same part."""
         return self.dp_replicate * self.dp_shard
 
     def mesh(self, device_type: str) -> DeviceMesh:

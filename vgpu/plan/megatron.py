@@ -328,7 +328,7 @@ def _beside(gpu_s: float, host_s: float) -> float:
 def _summed_s(
     run: Run, costs: vgpu.CostModel, parameters: int, forward_s: float, backward_s: float
 ) -> float:
-    """Return the exposed seconds of gradient reductions and parameter gathers in data parallelism."""
+    """Return the exposed seconds of gradient reductions and parameter gathers across dp ranks."""
     ranks = range(0, run.dp * run.tp, run.tp)
     gradients_bytes = run.gradient_bytes * parameters
     gathered_s = 0.0

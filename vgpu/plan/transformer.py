@@ -298,7 +298,7 @@ def _keep_size(*layers: nn.Linear) -> None:
 
 
 class CausalAttention(nn.Module):
-    """Attention from each position to itself and earlier ones. Input and output are (B, S, width)."""
+    """Causal attention, with or without rotary positions. Input and output are (B, S, width)."""
 
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ class Snapshot:
     peak_bytes: dict[torch.device, int]
 
     def total_bytes(self, device: torch.device) -> int:
-        """Return the total of bytes allocated on ``device``."""
+        """Return the total bytes allocated on ``device``."""
         return sum(self.by_cause[device].values())
 
 
@@ -175,7 +175,7 @@ class StepRecord(EagerDispatchMode):
             enter = module.register_forward_pre_hook(
                 lambda *_, name=name: self._running.append(name)
             )
-            # Also runs if activation checkpointing stops a recomputation early, by an exception.
+            # Also runs if activation checkpointing stops a recomputation early with an exception.
             leave = module.register_forward_hook(lambda *_: self._leave(), always_call=True)
             self._hooks += [enter, leave]
         super().__enter__()

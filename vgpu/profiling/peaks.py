@@ -175,7 +175,7 @@ class PeakByCause:
 
 @functools.cache
 def _of_wrappers() -> dict[CodeType, str]:
-    """Return the causes of memory that FSDP2's and DDP's functions allocate, by their code."""
+    """Return the causes of memory that FSDP2's and DDP's functions allocate, by code object."""
     causes: dict[Callable[..., Any], str] = {
         collectives.foreach_all_gather: GATHERED,
         collectives.foreach_all_gather_copy_out: GATHERED,
