@@ -191,7 +191,10 @@ class GPUSpec:
 
     @property
     def has_bfloat16(self) -> bool:
-        """Whether tensor cores support bfloat16, as since capability 8.0 (CUDA programming guide)."""
+        """Whether tensor cores support bfloat16.
+
+        CUDA programming guide: from compute capability 8.0 on.
+        """
         return self.compute_capability >= (8, 0)
 
 

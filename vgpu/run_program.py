@@ -45,7 +45,10 @@ class ProgramSettings:
     network: str = "InfiniBand NDR"
 
     def prepare(self) -> None:
-        """Enable virtual GPUs, also in child processes; with ``cuda_is_vgpu``, for CUDA code."""
+        """Enable the virtual GPUs, also in child processes.
+
+        With ``cuda_is_vgpu``, ``cuda`` then means ``vgpu``.
+        """
         enable(self.count, self.gpu, self.memory_bytes)
         if self.seed is not None:
             torch.manual_seed(self.seed)
