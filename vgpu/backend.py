@@ -66,7 +66,7 @@ _named = False
 
 
 class Lab(contextlib.AbstractContextManager["Lab"]):
-    """The virtual GPUs that a call to ``enable`` switched on; a context manager that undoes it."""
+    """The virtual GPUs that ``enable`` switched on; a context manager that undoes the call."""
 
     def __init__(self, before: _Settings | None) -> None:
         self._before = before

@@ -204,16 +204,16 @@ def parser() -> argparse.ArgumentParser:
     step.add_argument(
         "--trace", type=Path, metavar="FILE.json", help="write the step's trace for ui.perfetto.dev"
     )
-    several = _add_counts(
+    search_group = _add_counts(
         result, "search all layouts, batch sizes and recomputation policies", _SEARCH
     )
-    several.add_argument(
+    search_group.add_argument(
         "--search",
         action="store_true",
         help="print the fastest plans that fit; pipelines aren't tried",
     )
-    serve = _add_counts(result, "plan a server for the model instead of its training", _SERVE)
-    serve.add_argument(
+    serve_group = _add_counts(result, "plan a server for the model instead of its training", _SERVE)
+    serve_group.add_argument(
         "--serve",
         action="store_true",
         help="print whether weights and KV cache fit on tp × pp GPUs, and the speed of generation",
