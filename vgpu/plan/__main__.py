@@ -216,7 +216,8 @@ def parser() -> argparse.ArgumentParser:
     serve_group.add_argument(
         "--serve",
         action="store_true",
-        help="print whether weights and KV cache fit on tp × pp GPUs, and the speed of generation",
+        help="print whether weights and KV cache fit on tp × pp GPUs, and how fast tokens are "
+        "generated",
     )
     return result
 
@@ -320,7 +321,7 @@ def _refuse(names: Iterable[str], given: dict[str, Any], why: str) -> None:
 
 
 def report(step: Step) -> str:
-    """Describe as text the plan, whether it fits, and where its bytes and seconds go."""
+    """Return a text about the plan, whether it fits, and where its bytes and seconds go."""
     plan = step.plan
     head = (
         f"{plan.layout} on {plan.layout.ranks} {plan.spec.name.removeprefix('Virtual ')}, "

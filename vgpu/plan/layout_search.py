@@ -73,7 +73,10 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """All plans of a search; prints as the ten best, and why others were ruled out."""
+    """All plans of a search.
+
+    When printed, it shows the ten best, and why the others were ruled out.
+    """
 
     candidates: list[Candidate]
 
@@ -174,7 +177,7 @@ def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
             changes: dict[str, Any] = {"recompute": recompute, "reshard_after_forward": again}
             try:
                 other = dataclasses.replace(plan, layout=layout, batch=batch, **changes)
-            except ValueError:  # the model's heads or the hosts may not be divisible
+            except ValueError:  # heads may not be divisible, or hosts not filled
                 continue
             yield other
 

@@ -271,7 +271,7 @@ class Server:
 
 
 def report(server: Server, prompt: int, output: int) -> str:
-    """Describe as text whether the server fits and, by batch size, how long tokens take.
+    """Return a text about whether the server fits and, by batch size, how long tokens take.
 
     ``prompt`` and ``output`` are tokens per request.
     """

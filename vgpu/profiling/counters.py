@@ -139,7 +139,7 @@ class CollectiveCounter(CollectiveObserver):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[str, int]] = []
-        self._sent_bytes: list[float] = []  # by call; appending is safe from several threads
+        self._sent_bytes: list[float] = []  # by call; appending is safe from multiple threads
 
     @property
     def sent_bytes(self) -> float:
