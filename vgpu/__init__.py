@@ -1,6 +1,6 @@
 """Virtual GPUs: as many accelerators of device type ``vgpu`` as you like, in pure Python."""
 
-from vgpu import torch_releases  # noqa: F401  first: it refuses a torch that is too old
+from vgpu import torch_releases  # noqa: F401  first: it rejects a torch that is too old
 from vgpu.backend import disable, enable, is_enabled
 from vgpu.collectives.cluster import Cluster, cluster
 from vgpu.hardware import LINKS, NETWORKS, PRESETS, GPUSpec, Link, Network, get_spec

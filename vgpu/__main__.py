@@ -14,22 +14,22 @@ from vgpu.units import parse_bytes
 
 EXAMPLES = """\
 examples:
-  a script that uses torch.accelerator, or the word vgpu, on two virtual GPUs
+  a script that uses torch.accelerator, or the device type vgpu, on two virtual GPUs
     python -m vgpu train.py --epochs 3
 
   a script written for CUDA and NCCL, unchanged, on four ranks with one GPU each
     torchrun --nproc-per-node 4 -m vgpu --cuda-is-vgpu train.py
 
-  GPUs of 16 GiB; at the end, peak bytes and collectives
+  GPUs with 16 GiB each; at the end, print peak bytes and collectives
     python -m vgpu --count 8 --gpu H100 --memory 16GiB --summary train.py
 
-  one step as rank 0 of 8 hosts with 8 H100s each, which do not exist: virtual time and bytes
+  one step as rank 0 of 8 hosts with 8 H100s each, none of which exist: virtual time and bytes
     python -m vgpu --cluster 8x8 --gpu H100 train.py
 """
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse the options, then become the program."""
+    """Parse the options, then run the program in this process."""
     options = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
     # argparse keeps the -- in front of the script.
     script = options.program[options.program[:1] == ["--"] :]
@@ -65,9 +65,8 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             run_script(Path(name), settings)
     finally:
-        if (
-            is_first and not run_report.is_first_process() and not options.cluster
-        ):  # the program has started
+        has_started = not run_report.is_first_process()
+        if is_first and has_started and not options.cluster:
             _report(options.cuda_is_vgpu)
 
 
@@ -82,7 +81,7 @@ def _report(cuda_is_vgpu: bool) -> None:
 
 
 def _print_once(text: str) -> None:
-    """Print on rank 0 only, if there are several ranks."""
+    """Print only on rank 0, if there are multiple ranks."""
     if os.environ.get("RANK", "0") == "0":
         print(f"vgpu: {text}", file=sys.stderr)
 
@@ -117,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
         usage="%(prog)s [options] script.py [arguments]\n"
         "       %(prog)s [options] -m module [arguments]\n"
         "       %(prog)s [options] -c command [arguments]",
-        description="Run a script with virtual GPUs; otherwise, it runs as with plain python.",
+        description="Run a script with virtual GPUs, and otherwise as plain python does.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -126,11 +125,11 @@ def parser() -> argparse.ArgumentParser:
         "--count",
         type=_count,
         default=default,
-        help="how many (default: VGPU_COUNT; otherwise, one per rank under torchrun, or 2)",
+        help="number of GPUs (default: VGPU_COUNT; otherwise, one per rank under torchrun, or 2)",
     )
     parser.add_argument("--gpu", default="V100", choices=sorted(PRESETS), help="default: V100")
     parser.add_argument(
-        "--memory", type=_memory, help="memory of each GPU, such as 16GiB (default: the model's)"
+        "--memory", type=_memory, help="memory per GPU, such as 16GiB (default: the GPU model's)"
     )
     parser.add_argument(
         "--seed", type=_seed, help="seed for torch.manual_seed before the script starts"
@@ -145,14 +144,14 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="also read this package or module, which is not read by default",
+        help="with --cuda-is-vgpu, include this package or module, which is left out by default",
     )
     parser.add_argument(
         "--not-read",
         action="append",
         default=[],
         metavar="NAME",
-        help="leave this package or module as it is",
+        help="with --cuda-is-vgpu, leave out this package or module",
     )
     parser.add_argument(
         "--summary",
@@ -163,15 +162,15 @@ def parser() -> argparse.ArgumentParser:
         "--cluster",
         type=_cluster,
         metavar="HOSTSxGPUS",
-        help="run as rank 0 of a cluster that does not exist, such as 8x8: tensors are shapes; the "
-        "second optimizer step is predicted and ends the program",
+        help="run as rank 0 of a cluster that does not exist, such as 8x8: tensors are shapes, and "
+        "the program ends after its second optimizer step, with a prediction",
     )
     parser.add_argument(
         "--network",
         default=ProgramSettings.network,
         choices=NETWORKS,
         metavar="NAME",
-        help=f"network between its hosts: {', '.join(NETWORKS)} (default: %(default)s)",
+        help=f"network between the cluster's hosts: {', '.join(NETWORKS)} (default: %(default)s)",
     )
     parser.add_argument(
         "-m",
@@ -198,7 +197,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 127:
-        where = " in the variable VGPU_COUNT" if text == os.environ.get("VGPU_COUNT") else ""
+        is_variable = text == os.environ.get("VGPU_COUNT")
+        where = " in the environment variable VGPU_COUNT" if is_variable else ""
         raise argparse.ArgumentTypeError(
             f"expected a number of GPUs from 1 to 127, found {text!r}{where}"
         )

@@ -1,11 +1,11 @@
 """``vgpu.enable`` and ``vgpu.disable``, which switch virtual GPUs on and off.
 
-Each module in ``_PATCHES`` has a function ``install`` that replaces names in torch; ``enable`` installs
-all of them, ``disable`` reverts them. Two changes can't be undone, because torch allows each only once
-per process: the name of the device type (``torch.device("vgpu:0")`` stays valid), and that
-``torch.accelerator`` reports ``vgpu``. Tensors that are still on a virtual GPU keep working.
-``torch.vgpu`` stays, too, and reports that no device is available, as ``torch.cuda`` does on a machine
-without a GPU.
+Each module in ``_PATCHES`` has a function ``install`` that replaces names in torch; ``enable``
+installs all of these patches, and ``disable`` reverts them. Two changes can't be undone, because
+torch allows each only once per process: naming the device type, so ``torch.device("vgpu:0")`` stays
+valid, and making it the one that ``torch.accelerator`` reports. Tensors that are still on a virtual
+GPU keep working. ``torch.vgpu`` stays, too, and reports that no device is available, as
+``torch.cuda`` does on a machine without a GPU.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ _PATCHES = (
 )
 
 _FREE_NAME = "privateuseone"
-"""torch's name for its one out-of-tree device type until it's renamed."""
+"""torch's name for its only out-of-tree device type, until it's renamed."""
 
 _changes = Changes()
 _Settings = tuple[int, GPUSpec, int]
@@ -66,7 +66,7 @@ _named = False
 
 
 class Lab(contextlib.AbstractContextManager["Lab"]):
-    """The virtual GPUs that a call to ``enable`` switched on; a context manager that disables them."""
+    """The virtual GPUs that ``enable`` switched on; a context manager that undoes the call."""
 
     def __init__(self, before: _Settings | None) -> None:
         self._before = before
@@ -92,15 +92,17 @@ def enable(
 ) -> Lab:
     """Make ``count`` virtual GPUs available as devices ``vgpu:0`` to ``vgpu:count-1``.
 
-    ``gpu`` is the name of a preset in hardware.py (``vgpu.PRESETS``), or a GPUSpec. ``memory_bytes``
-    overrides the preset's capacity of each GPU, and ``link``, a name in ``vgpu.LINKS`` or a Link, its link
-    between GPUs. ``enable`` can be called again at any time; tensors stay on the devices that remain.
-    Raises ValueError for a count that isn't 1 to 127, an unknown preset, or memory that isn't positive,
-    and TypeError for a non-integer.
+    ``gpu`` is the name of a preset in hardware.py (``vgpu.PRESETS``), or a GPUSpec.
+    ``memory_bytes`` overrides the preset's memory per GPU, and ``link``, a name in ``vgpu.LINKS``
+    or a Link, its link between GPUs. ``enable`` can be called again at any time; tensors stay on
+    the devices that remain. Raises ValueError for a count outside 1 to 127, an unknown preset, or
+    memory that isn't positive, and TypeError for a non-integer.
     """
     count = _to_int(count, "count", "such as 4")
     if not 1 <= count <= 127:
-        raise ValueError(f"count must be 1 to 127 (torch numbers devices in 8 bits), got {count}")
+        raise ValueError(
+            f"count must be from 1 to 127 (torch stores a device's index in 8 bits), got {count}"
+        )
     spec = get_spec(gpu)
     if link is not None:
         spec = dataclasses.replace(spec, link=get_link(link))
@@ -124,7 +126,8 @@ def _to_int(number: int, name: str, example: str) -> int:
 def prepare() -> None:
     """Do the slowest part of ``enable`` ahead of time, without switching anything on.
 
-    This is for a process that others are forked from: each of them then enables in a tenth of the time.
+    This is for a process from which others are forked: in each of them, ``enable`` then takes a
+    tenth of the time.
     """
     if torch._C._get_privateuse1_backend_name() == _FREE_NAME:
         kernels.register_once()
@@ -168,15 +171,15 @@ def _install() -> None:
 
 
 def _name_device_type() -> None:
-    """Give PrivateUse1 its name and its module, once per process."""
+    """Set PrivateUse1's name and module, once per process."""
     global _named
     if _named:
         return
     name = torch._C._get_privateuse1_backend_name()
     if name != _FREE_NAME:
         raise RuntimeError(
-            f"torch supports one out-of-tree device type (PrivateUse1), and {name!r} already uses it: "
-            f"enable virtual GPUs in a process that doesn't load {name!r}"
+            f"torch supports only one out-of-tree device type (PrivateUse1), and {name!r} already "
+            f"uses it: enable virtual GPUs in a process that doesn't load {name!r}"
         )
     methods = {
         owner: set(vars(owner))
@@ -194,13 +197,16 @@ def _name_device_type() -> None:
 
 
 def _simulated_again(programs: tuple[Program, ...]) -> Timeline:
-    """Simulate programs from another process, in which the device type had its name."""
+    """Name the device type, and simulate programs that were recorded in another process."""
     _name_device_type()
     return simulate(programs)
 
 
 def _as_programs(timeline: Timeline) -> Any:
-    """Pickle a timeline as its steps, from which it's simulated again: devices can't be pickled."""
+    """Pickle a timeline as its programs, to be simulated again after the device type is named.
+
+    Virtual devices can't be unpickled before that.
+    """
     if not timeline.programs:
         return timeline.__reduce_ex__(2)
     return _simulated_again, (timeline.programs,)
@@ -208,5 +214,5 @@ def _as_programs(timeline: Timeline) -> Any:
 
 copyreg.pickle(Timeline, _as_programs)
 
-# The methods that torch generates for a new device type: Tensor.vgpu, Tensor.is_vgpu, Module.vgpu and so on.
+# Methods that torch generates for a new device type: Tensor.vgpu, Tensor.is_vgpu, Module.vgpu etc.
 _methods: list[tuple[Any, str, Any]] = []

@@ -21,13 +21,14 @@ def predict_second_step(**options: Any) -> Iterator[None]:
     """Run the program in the block as rank 0 of a cluster, with tensors that are shapes.
 
     Recording starts after an optimizer's first step, which creates its state. After the second
-    step, the result is printed and SystemExit ends the program. ``options`` are those of ``cluster``.
-    A program that reads a value before that ends with a NoValueError, because there are no values.
+    step, the result is printed, and SystemExit ends the program. ``options`` are those of
+    ``cluster``. A program that reads a tensor's value before then ends with a NoValueError, because
+    shapes have no values.
     """
     timelines: list[Timeline] = []
     with ExitStack() as block:
         made = block.enter_context(cluster(**options))
-        # The group already exists; a program that creates a group gets the cluster's.
+        # The cluster's process group already exists, so a program that creates one gets that one.
         block.enter_context(mock.patch.object(dist, "init_process_group", lambda *_, **__: None))
         block.enter_context(shapes_only())
         recording = block.enter_context(ExitStack())
@@ -46,7 +47,7 @@ def predict_second_step(**options: Any) -> Iterator[None]:
         taken = len(timelines)
         raise SystemExit(
             f"python -m vgpu --cluster: the second optimizer step is recorded, but the program "
-            f"took only {taken}: let it take at least two"
+            f"took only {taken}: have it take at least two"
         )
 
 
@@ -64,5 +65,5 @@ def _report(made: Cluster, timeline: Timeline) -> str:
     lines = [str(made), f"a step takes {format_seconds(step_s)} of virtual time"]
     lines += [f"  {time_s / step_s:6.1%} {what}" for what, time_s in parts.items()]
     peak, of = device_module.max_memory_allocated(), made.gpu.memory_bytes
-    lines.append(f"at most {format_bytes(peak)} of {format_bytes(of)} allocated")
+    lines.append(f"peak memory: {format_bytes(peak)} of {format_bytes(of)} allocated")
     return "\n".join(lines)

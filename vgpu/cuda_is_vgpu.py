@@ -1,7 +1,7 @@
 """``--cuda-is-vgpu``: a program written for CUDA runs with the word ``cuda`` replaced by ``vgpu``.
 
 An import hook replaces the word in the syntax trees of the program's own files and of the packages
-that it imports, if a file mentions CUDA; torch itself stays as it is. No file is changed, and line
+that it imports, if a file mentions CUDA; torch itself stays unchanged. No file is changed, and line
 numbers stay the same. The hook replaces
 
 - ``torch.cuda`` and what is imported from it, ``tensor.cuda()``, ``module.cuda()``, ``is_cuda``; a
@@ -12,12 +12,12 @@ numbers stay the same. The hook replaces
 - devices as torch prints them, inside a longer string, such as a message that a test expects:
   ``device(type='cuda', index=0)``, ``device='cuda:0'``.
 
-Everything else stays, for example ``torch.backends.cuda``, ``torch.version.cuda``, and the program's
-own names, even in strings that name an attribute: ``getattr(args, "cuda")``, ``dest="cuda"``. A
-dictionary key ``"cuda"`` counts as a device.
+Everything else stays, for example ``torch.backends.cuda``, ``torch.version.cuda``, and the
+program's own names, even in strings that name an attribute: ``getattr(args, "cuda")``,
+``dest="cuda"``. A dictionary key ``"cuda"`` counts as a device.
 
 Patching ``torch.cuda`` at run time instead wouldn't work: ``device.type`` comes from C++, so
-``device.type == "cuda"`` would be False; C++ also parses ``"cuda"``, in every function that takes a
+``device.type == "cuda"`` would be False; C++ also parses ``"cuda"`` in every function that takes a
 device; and torch's own CUDA code would call a driver that isn't there.
 """
 
@@ -43,8 +43,8 @@ from vgpu.torch_patches.undo import Changes
 _WORD = "cuda"
 _ATTRIBUTE_FUNCTIONS = {"getattr", "hasattr", "setattr", "delattr"}
 _ATTRIBUTES = {"is_cuda": f"is_{gpus.DEVICE_TYPE}"}
-# The patterns are a device, whose number may be filled in later; a tensor type; and a backend, or a
-# list of device:backend pairs.
+# The patterns match a device, whose index may be filled in later; a printed device; a tensor type;
+# and a backend, or a list of device:backend pairs.
 _DEVICE = re.compile(rf"{_WORD}(:(\d+|%[dis]|\{{\w*\}})?)?")
 _PRINTED = re.compile(rf"\b(type|device)='{_WORD}\b")
 _TYPE = re.compile(rf"torch\.{_WORD}\.(sparse\.)?\w+Tensor")
@@ -79,7 +79,7 @@ replaced_in: list[Replacements] = []
 
 
 def replaced() -> tuple[list[str], dict[str, int]]:
-    """Return a line for each of the program's files, and each installed package's number of files."""
+    """Return a line for each of the program's files, and the number of files by package."""
     own, packages = [], Counter[str]()
     for replacements in replaced_in:
         package = package_of(replacements.filename)
@@ -91,7 +91,7 @@ def replaced() -> tuple[list[str], dict[str, int]]:
 
 
 def replace_name(text: str) -> str:
-    """Translate the name of a device or backend, or the printed devices in a string, for virtual GPUs."""
+    """Translate a device's or backend's name, or printed devices in a string, for virtual GPUs."""
     if _DEVICE.fullmatch(text) or _TYPE.fullmatch(text):
         return text.replace(_WORD, gpus.DEVICE_TYPE)
     if _BACKENDS.fullmatch(text):
@@ -101,7 +101,7 @@ def replace_name(text: str) -> str:
 
 
 def replace_in_argument(text: str) -> str:
-    """Call ``replace_name`` on a command-line argument, which may be an option: ``device=cuda``."""
+    """Call ``replace_name`` on a command-line argument, or on its value, as in ``device=cuda``."""
     option, equals, value = text.rpartition("=")
     return option + equals + replace_name(value)
 
@@ -116,7 +116,7 @@ def compile_source(source: bytes | str, filename: str) -> CodeType:
 
 
 def replace(source: bytes | str, filename: str) -> ast.Module:
-    """Return the tree of a file with its words replaced; ``replaced_in`` keeps track of them."""
+    """Return a file's syntax tree with its words replaced; ``replaced_in`` keeps track of them."""
     replacements = Replacements(filename)
     tree = Replacer(replacements).visit(ast.parse(source, filename))
     if replacements.lines:
@@ -130,7 +130,7 @@ class Replacer(ast.NodeTransformer):
     def __init__(self, replacements: Replacements) -> None:
         self._replacements = replacements
         self._torch_names = {"torch"}
-        self._function_depth = 0  # enclosing functions, within the class
+        self._function_depth = 0  # number of enclosing functions, within the class
         self._own_names: set[ast.expr] = set()  # strings that name the program's own attributes
 
     def visit_Module(self, node: ast.Module) -> ast.AST:
@@ -251,7 +251,7 @@ def _is_pythons_own(filename: str) -> bool:
 class Finder(importlib.abc.MetaPathFinder):
     """Imports modules that mention CUDA with their words replaced, and all others as Python does.
 
-    ``read`` and ``not_read`` are names of packages or modules that override ``_CHOICE``.
+    ``read`` and ``not_read`` are names of packages or modules, and override ``_CHOICE``.
     """
 
     def __init__(self, read: Sequence[str] = (), not_read: Sequence[str] = ()) -> None:
@@ -275,14 +275,14 @@ class Finder(importlib.abc.MetaPathFinder):
     def _found_by_others(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
-        """Find a module in the way in which editable installs find theirs."""
+        """Find a module with an editable install's finder."""
         for finder in sys.meta_path:
             if isinstance(finder, type) and finder.__name__.startswith("_Editable"):
                 return finder.find_spec(fullname, path, target)
         return None
 
     def is_chosen(self, fullname: str) -> bool:
-        """Return the choice for the longest matching prefix of the module's name; True if there's none."""
+        """Return the choice for the longest matching prefix of the name; True if there is none."""
         while fullname:
             if fullname in self._choice:
                 return self._choice[fullname]
@@ -291,7 +291,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(SourceFileLoader):
-    """Compiles its file every time: a cached one might have been compiled unchanged."""
+    """Compiles its file every time: a cached version might have been compiled unchanged."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)

@@ -36,12 +36,12 @@ def _check_numbers(described: Any) -> None:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction out of a GPU, to other GPUs or to its host.
+    """A GPU's links to other GPUs or to its host, in one direction.
 
     The rate of all of a GPU's links and the rate between two GPUs are separate figures. Since the
-    A100, NVSwitch lets any pair use all of both GPUs' links. In a DGX-1, the links are wires: a
-    P100's four lead to four neighbors; of a V100's six, at most two lead to the same GPU, and some
-    pairs have none.
+    A100, NVSwitch lets any pair use all of both GPUs' links. In a DGX-1, the links are
+    point-to-point: a P100's four links lead to four neighbors; of a V100's six, at most two lead to
+    the same GPU, and some pairs have none.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Link:
         _check_numbers(self)
 
     def among_bytes_per_s(self, count: int) -> float:
-        """Return the rate at which one of ``count`` GPUs can send to the others, over all links to them."""
+        """Return the rate at which one of ``count`` GPUs can send to the others, over all links."""
         if self.pair_bytes_per_s is None:
             return self.bandwidth_bytes_per_s
         return min(self.bandwidth_bytes_per_s, (count - 1) * self.pair_bytes_per_s)
@@ -64,10 +64,10 @@ class Link:
 class Network:
     """The adapters of one host, in one direction.
 
-    This leaves out oversubscribed switches, neighbors, and routes that collide. Because of those,
-    clusters stay below what their adapters allow: the Ultra-Scale Playbook (2025) measured an
-    all-reduce of 256 MB on H100s at 362, 160 and 33 GB/s per GPU over 2, 4 and 64 hosts, where the
-    adapters allow 400.
+    Not modeled: oversubscribed switches, other jobs' traffic, and colliding routes. Because of
+    these, clusters stay below what their adapters allow: the Ultra-Scale Playbook (2025) measured
+    an all-reduce of 256 MB on H100s at 362, 160 and 33 GB/s per GPU over 2, 4 and 64 hosts, where
+    the adapters allow 400.
     """
 
     name: str
@@ -94,11 +94,11 @@ def _pcie(generation: int, transfers_per_s: float, coding: float) -> Link:
     )
 
 
-# PCI-SIG base specifications (16 lanes, 8b/10b coding in generation 2 and 128b/130b after it), and
-# NVIDIA's datasheets and whitepapers for NVLink, which give the sum of both directions; these are
-# half of that. A copy's fixed cost of about 10 µs (PCIe) or 5 µs (NVLink) isn't from a datasheet:
-# it's the order of magnitude that p2pBandwidthLatencyTest from NVIDIA's CUDA samples prints on such
-# machines.
+# Sources: PCI-SIG base specifications (16 lanes, 8b/10b coding in generation 2 and 128b/130b after
+# it), and NVIDIA's datasheets and whitepapers for NVLink, which give the sum of both directions;
+# the rates here are half of that. A copy's fixed cost of about 10 µs (PCIe) or 5 µs (NVLink) isn't
+# from a datasheet: it's the order of magnitude that p2pBandwidthLatencyTest from NVIDIA's CUDA
+# samples prints on such machines.
 LINKS: dict[str, Link] = {
     "PCIe 2": _pcie(2, 5e9, 8 / 10),
     "PCIe 3": _pcie(3, 8e9, 128 / 130),
@@ -106,7 +106,10 @@ LINKS: dict[str, Link] = {
     "PCIe 5": _pcie(5, 32e9, 128 / 130),
     # Without peer access, a copy goes to the host's memory first, and from there to the other GPU.
     "PCIe 3 via host": Link(
-        "PCIe 3.0 x16 via the host", 16 * 8e9 * 128 / 130 / 8 / 2, 20e-6, "as PCIe 3, twice in turn"
+        "PCIe 3.0 x16 via the host",
+        16 * 8e9 * 128 / 130 / 8 / 2,
+        20e-6,
+        "as PCIe 3, with two copies one after the other",
     ),
     "NVLink 1": Link(
         "NVLink 1 (4 links)", 80e9, 5e-6, "NVIDIA Tesla P100 whitepaper", pair_bytes_per_s=20e9
@@ -133,8 +136,9 @@ def _gbit(gigabits_per_s: float) -> float:
     return gigabits_per_s * 1e9 / 8
 
 
-# Latencies are those of one step of a ring over the network in NCCL's own model
-# (src/graph/tuning.cc, ring, LL128: 4 µs), and ten times that for TCP.
+# InfiniBand's and RoCE's latencies are those of one step of a ring over the network in NCCL's own
+# model (src/graph/tuning.cc, ring, LL128: 4 µs). EFA's and TCP's are assumed: about four and ten
+# times that.
 _INFINIBAND = "InfiniBand Trade Association roadmap, four lanes"
 
 NETWORKS: dict[str, Network] = {
@@ -143,10 +147,10 @@ NETWORKS: dict[str, Network] = {
     "InfiniBand NDR": Network("InfiniBand NDR", _gbit(400), 4e-6, _INFINIBAND),
     "RoCE 400": Network("RoCE, 400 Gb/s Ethernet", _gbit(400), 4e-6, "IEEE 802.3bs"),
     "EFA p4d": Network(
-        "EFA of a p4d.24xlarge", _gbit(100), 15e-6, "AWS EC2 P4d: 400 Gb/s a host", 4
+        "EFA of a p4d.24xlarge", _gbit(100), 15e-6, "AWS EC2 P4d: 400 Gb/s per host", 4
     ),
     "EFA p5": Network(
-        "EFA of a p5.48xlarge", _gbit(100), 15e-6, "AWS EC2 P5: 3200 Gb/s a host", 32
+        "EFA of a p5.48xlarge", _gbit(100), 15e-6, "AWS EC2 P5: 3200 Gb/s per host", 32
     ),
     "Ethernet 25": Network("Ethernet, 25 Gb/s, TCP", _gbit(25), 50e-6, "IEEE 802.3by", 1),
     "Ethernet 100": Network("Ethernet, 100 Gb/s, TCP", _gbit(100), 50e-6, "IEEE 802.3ba", 1),
@@ -165,7 +169,7 @@ class GPUSpec:
     ``memory_bytes`` reads the datasheet's gigabytes as GiB, which is how boards are built, and
     ignores the few hundred MiB that the driver reserves.
 
-    FLOP/s of a type are for dense matrices; None if the GPU's tensor cores don't support the type.
+    The FLOP/s for a dtype hold for dense matrices; None if the GPU's tensor cores don't support it.
     """
 
     name: str
@@ -187,14 +191,18 @@ class GPUSpec:
 
     @property
     def has_bfloat16(self) -> bool:
-        """Whether tensor cores support bfloat16 (CUDA programming guide: compute capability 8.0)."""
+        """Whether tensor cores support bfloat16.
+
+        CUDA programming guide: from compute capability 8.0 on.
+        """
         return self.compute_capability >= (8, 0)
 
 
-# Since the A100, datasheets also give doubled rates of the tensor cores, for matrices with two zeros
-# in every four entries. Those of the H100 and H200 give only these: 989 TFLOP/s for TF32, 1979 for
-# float16 and bfloat16, 3958 for float8. So do Blackwell's, some of which add up all GPUs of a board
-# or a rack. Compute capabilities are from https://developer.nvidia.com/cuda-gpus.
+# Since the A100, datasheets also give doubled rates for the tensor cores, for matrices with two
+# zeros in every four entries. The H100's and H200's datasheets give only these sparse rates: 989
+# TFLOP/s for TF32, 1979 for float16 and bfloat16, 3958 for float8. So do Blackwell's, some of which
+# give totals for all GPUs of a board or a rack. Compute capabilities are from
+# https://developer.nvidia.com/cuda-gpus.
 _HOPPER = GPUSpec(
     name="Virtual H100 80GB HBM3",
     memory_bytes=80 * GIB,
@@ -203,7 +211,8 @@ _HOPPER = GPUSpec(
     tensor_flop_per_s=989e12,
     multi_processor_count=132,
     compute_capability=(9, 0),
-    source="NVIDIA H100 Tensor Core GPU datasheet, SXM column; multiprocessors: NVIDIA H100 whitepaper",
+    source="NVIDIA H100 Tensor Core GPU datasheet, SXM column; multiprocessors: NVIDIA H100 "
+    "whitepaper",
     link=LINKS["NVLink 4"],
     host_link=LINKS["PCIe 5"],
     tf32_flop_per_s=494.5e12,
@@ -217,9 +226,9 @@ _BLACKWELL = GPUSpec(
     tensor_flop_per_s=2250e12,
     multi_processor_count=148,
     compute_capability=(10, 0),
-    source="NVIDIA Blackwell datasheet, HGX B200, individual GPU: half of the sparse rates, TF32 half of "
-    "float16 before it's rounded; multiprocessors: 74 of each of two dies (Chips and Cheese, 2025, "
-    "Nvidia's B200)",
+    source="NVIDIA Blackwell datasheet, HGX B200, individual GPU: half of the sparse rates; TF32: "
+    "half of float16's rate before rounding; multiprocessors: 74 on each of two dies (Chips and "
+    "Cheese, 2025, Nvidia's B200)",
     link=LINKS["NVLink 5"],
     host_link=LINKS["PCIe 5"],
     tf32_flop_per_s=1125e12,
@@ -235,7 +244,7 @@ PRESETS: dict[str, GPUSpec] = {
         multi_processor_count=13,
         compute_capability=(3, 7),
         source="NVIDIA Tesla K80 board specification BD-07317-001: half a board, GPU boost clock; "
-        "multiprocessors: 2496 cores of 192 each",
+        "multiprocessors: 2496 cores, 192 in each",
     ),
     "V100": GPUSpec(
         name="Virtual Tesla V100-SXM2-16GB",
@@ -283,7 +292,7 @@ PRESETS: dict[str, GPUSpec] = {
         tensor_flop_per_s=2500e12,
         multi_processor_count=152,
         source="NVIDIA Blackwell datasheet, GB200 NVL72, individual GPU: half of the sparse rates; "
-        "multiprocessors: as CUDA reports them, and what 80 TFLOP/s of float32 take at 2.06 GHz",
+        "multiprocessors: as reported by CUDA, which fits 80 TFLOP/s in float32 at 2.06 GHz",
         host_link=LINKS["NVLink-C2C"],
         tf32_flop_per_s=1250e12,
         fp8_flop_per_s=5000e12,
@@ -296,10 +305,10 @@ PRESETS: dict[str, GPUSpec] = {
         tensor_flop_per_s=1307.4e12,
         multi_processor_count=304,
         compute_capability=(9, 4),
-        source="AMD Instinct MI300X data sheet, dense, peak engine clock 2100 MHz; AMD's ROCm documentation (MI300 "
-        "series microarchitecture) has the same rates as FLOPs a clock of each of 304 compute units, which "
-        "stand for multiprocessors: float32 256, TF32 1024, float16 2048, float8 4096; gfx942 is what PyTorch "
-        "reports as (9, 4)",
+        source="AMD Instinct MI300X data sheet, dense, peak engine clock 2100 MHz; AMD's ROCm "
+        "documentation (MI300 series microarchitecture) gives the same rates as FLOPs per clock "
+        "for each of 304 compute units, which count as multiprocessors here: float32 256, TF32 "
+        "1024, float16 2048, float8 4096; PyTorch reports gfx942 as (9, 4)",
         link=LINKS["Infinity Fabric 4"],
         host_link=LINKS["PCIe 5"],
         tf32_flop_per_s=653.7e12,
@@ -309,7 +318,7 @@ PRESETS: dict[str, GPUSpec] = {
 
 
 def get_spec(gpu: str | GPUSpec) -> GPUSpec:
-    """Return a preset by name, a GPU in a TOML file by its path, or the given spec itself.
+    """Return a preset by name, a GPU from a TOML file by path, or ``gpu`` itself if it's a spec.
 
     Raises a ValueError that lists the presets, or says what's wrong with the file.
     """
@@ -334,14 +343,14 @@ def _get(kind: type[_Preset], presets: Mapping[str, _Preset], wanted: str | _Pre
     if wanted not in presets:
         name = kind.__name__.removesuffix("Spec")
         raise ValueError(
-            f"no {name if name == 'GPU' else name.lower()} preset {wanted!r}; there are "
-            f"{', '.join(presets)}, and files that end in .toml"
+            f"no {name if name == 'GPU' else name.lower()} preset {wanted!r}: use one of "
+            f"{', '.join(presets)}, or a path that ends in .toml"
         )
     return presets[wanted]
 
 
 def _read(kind: type[_Preset], presets: Mapping[str, _Preset], path: Path) -> _Preset:
-    """Return the object that a file describes by its fields; ``like`` names a preset for the others."""
+    """Return the object whose fields a file has; ``like`` names a preset for the other fields."""
     try:
         given: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
         base = vars(_get(kind, presets, given.pop("like"))) if "like" in given else {}
@@ -358,7 +367,7 @@ def _read(kind: type[_Preset], presets: Mapping[str, _Preset], path: Path) -> _P
         text = text.replace("keyword argument", "field").replace(
             "required positional arguments", "fields"
         )
-        raise ValueError(f"{path} describes no {kind.__name__}: {text}") from error
+        raise ValueError(f"{path} doesn't describe a {kind.__name__}: {text}") from error
 
 
 # How well a matmul fills a GPU
@@ -383,7 +392,7 @@ TILES = sorted({tile for sides in _SIDES for tile in (sides, sides[::-1])}, reve
 # whitepaper). The same is assumed for other GPUs; float32 units need a tenth of that.
 _FLOP_PER_BYTE = 43
 
-_STEP = 64  # the smallest part of a sum: how far 16-bit kernels advance along it at once
+_STEP = 64  # the smallest part of a sum: how many terms 16-bit kernels process at once
 
 
 def product_seconds(
@@ -394,17 +403,17 @@ def product_seconds(
     multi_processors: int,
     on_tensor_cores: bool,
 ) -> float:
-    """Return the time of a matmul with the best tile size: it's cut into tiles, one per thread block.
+    """Return the time of a matmul with the best tile size; each thread block computes one tile.
 
     Tiles at the edges compute values that aren't needed, and the last wave takes as long as a full
-    one. A tile is first summed, then written, and its multiprocessor computes nothing while it
+    one. A tile is first accumulated, then written, and its multiprocessor computes nothing while it
     writes: the longer the sums, the less that matters. Smaller tiles fill a GPU better, but read
     more per FLOP. If there are too few tiles, each sum is split into parts (split-K), which are
     written as float32 and added.
 
     ``arithmetic_s`` is the time with all multiprocessors busy from start to finish, ``read_s`` the
-    time to read the factors from memory. Sums must not be empty. The model leaves out several tiles
-    at once on a multiprocessor, thread block clusters, blocks that write one tile while they compute
+    time to read the operands from memory. Sums must not be empty. Not modeled: multiple tiles at
+    once on a multiprocessor, thread block clusters, blocks that write one tile while they compute
     the next (CUTLASS's ping-pong kernels on Hopper), and sizes that aren't a multiple of 16 bytes.
 
     Source: NVIDIA, Matrix Multiplication Background User's Guide.

@@ -1,12 +1,12 @@
 """One training iteration of DataParallel and of DistributedDataParallel, in virtual time.
 
-Both run PyTorch's own code, on shapes. DataParallel is one process whose threads queue for the GIL,
-which each launch in the forward pass holds for part of its time (``CostModel.locked_share``); every
-iteration broadcasts the parameters from GPU 0 and adds up the gradients there. In DDP, one rank of
-a virtual cluster, with its share of the batch, stands for all; each rank has its own process, and
-all-reduces a bucket of gradients as soon as the backward pass has filled it.
+Both run PyTorch's own code, on shapes. DataParallel is one process whose threads compete for the
+GIL, which each launch in the forward pass holds for part of its time (``CostModel.locked_share``);
+every iteration broadcasts the parameters from GPU 0 and reduces the gradients there. In DDP, one
+rank of a virtual cluster, with its share of the batch, represents all ranks; each rank has its own
+process, and all-reduces a bucket of gradients as soon as the backward pass has filled it.
 
-For DDP, this leaves out ranks that are out of step; for DataParallel, copying parameters into the
+Not modeled: for DDP, differences between ranks; for DataParallel, the copies of parameters into the
 broadcast's buffers.
 """
 
@@ -38,7 +38,7 @@ def data_parallel_iteration(
 ) -> Timeline:
     """Predict an iteration of nn.DataParallel on ``count`` of the enabled GPUs.
 
-    ``inputs_size`` and ``targets_size`` are those of the whole batch; ``changes`` are fields of
+    ``inputs_size`` and ``targets_size`` are for the full batch; ``changes`` are fields of
     CostModel, as in ``record()``.
     """
     with shapes_only():
@@ -65,10 +65,10 @@ def ddp_iteration(
     bucket_bytes: int | None = None,
     **changes: Any,
 ) -> Timeline:
-    """Predict an iteration of DDP on ``world_size`` GPUs of the enabled model, one process each.
+    """Predict an iteration of DDP on ``world_size`` GPUs like the enabled ones, one process each.
 
-    ``inputs_size`` and ``targets_size`` are those of the whole batch, whose first dimension must be
-    divisible by ``world_size``. If ``bucket_bytes`` is None, DDP's default applies: 25 MiB, and
+    ``inputs_size`` and ``targets_size`` are for the full batch, whose first dimension must be
+    divisible by ``world_size``. If ``bucket_bytes`` is None, DDP's defaults apply: 25 MiB, and
     1 MiB for the first bucket.
     """
     if inputs_size[0] % world_size:

@@ -1,7 +1,7 @@
-"""Runs a script or module with virtual GPUs, as well as the processes that it starts.
+"""Runs a script or module, and the processes that it starts, with virtual GPUs.
 
 The program sees what it would see under ``python script.py``: ``__main__`` is the script,
-``sys.argv`` and ``sys.path`` are its own, and processes started by multiprocessing find it.
+``sys.argv`` and ``sys.path`` are its own, and processes started by multiprocessing find the script.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ from vgpu.torch_patches import flash_attn
 
 @dataclass(frozen=True)
 class ProgramSettings:
-    """The settings that the program runs with, as do the processes that it starts."""
+    """The settings for the program and for the processes that it starts."""
 
     count: int
     gpu: str = "V100"
@@ -38,14 +38,17 @@ class ProgramSettings:
     """Whether ``cuda`` means ``vgpu`` in the program's files and in packages that it imports."""
     read: tuple[str, ...] = ()
     not_read: tuple[str, ...] = ()
-    """Names of packages that override the choice of ``cuda_is_vgpu.Finder``."""
+    """Names of packages and modules that override the choice of ``cuda_is_vgpu.Finder``."""
     summary: bool = False
     cluster: tuple[int, int] | None = None
     """Hosts and GPUs per host; the program is rank 0 until its second step is recorded."""
     network: str = "InfiniBand NDR"
 
     def prepare(self) -> None:
-        """Enable the virtual GPUs, also for future processes; with ``cuda_is_vgpu``, ``cuda`` means them."""
+        """Enable the virtual GPUs, also in child processes.
+
+        With ``cuda_is_vgpu``, ``cuda`` then means ``vgpu``.
+        """
         enable(self.count, self.gpu, self.memory_bytes)
         if self.seed is not None:
             torch.manual_seed(self.seed)
@@ -80,7 +83,7 @@ class ProgramSettings:
         return found + [f"--not-read={name}" for name in self.not_read]
 
     def _let_children_have_them(self) -> None:
-        """Add a folder to PYTHONPATH whose sitecustomize.py Python runs when it starts."""
+        """Add a folder to PYTHONPATH with a sitecustomize.py, which Python runs when it starts."""
         folder, ours = Path(__file__).parent / "for_children", Path(__file__).parents[1]
         path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         wanted = [str(folder), *filter(None, path), str(ours)]
@@ -95,7 +98,7 @@ PLAIN_ASSERTS = "--assert=plain"
 
 
 def run_script(path: Path, settings: ProgramSettings) -> None:
-    """Run a file as ``__main__``; its exceptions and SystemExit are passed on."""
+    """Run a file as ``__main__``; its exceptions, including SystemExit, propagate."""
     sys.excepthook = _show_own_frames
     source, filename = path.read_bytes(), os.path.abspath(path)
     _put_first_in_path(str(path.resolve().parent))
@@ -120,7 +123,7 @@ def run_module(name: str, settings: ProgramSettings) -> None:
     if importlib.util.find_spec(name) is None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     if name.partition(".")[0] == "pytest" and settings.cuda_is_vgpu:
-        # Otherwise, pytest itself would compile the tests, unchanged.
+        # Otherwise, pytest itself would compile the tests, without replacing words.
         options = os.environ.get("PYTEST_ADDOPTS", "").split()
         os.environ["PYTEST_ADDOPTS"] = " ".join(dict.fromkeys([*options, PLAIN_ASSERTS]))
     with settings.place():
@@ -160,7 +163,7 @@ _OUR_FILES = (__file__, os.path.join(os.path.dirname(__file__), "__main__.py"), 
 def _show_own_frames(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Print a traceback as ``python script.py`` does, without the frames that started the script."""
+    """Print a traceback as ``python script.py`` does, without frames from before the script."""
     while traceback is not None and traceback.tb_frame.f_code.co_filename in _OUR_FILES:
         traceback = traceback.tb_next
     error.__traceback__ = traceback
@@ -205,14 +208,15 @@ def _run_main_again(path: str) -> None:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Run ``%load_ext vgpu``: from the next cell on, also in packages imported there, CUDA means virtual GPUs.
+    """Run ``%load_ext vgpu``: from the next cell on, CUDA means virtual GPUs.
 
-    Enables two virtual GPUs, or VGPU_COUNT, unless ``vgpu.enable`` has been called.
+    This includes packages that are imported from then on. Enables two virtual GPUs, or VGPU_COUNT,
+    unless ``vgpu.enable`` has been called.
     """
     if not is_enabled():
         enable(int(os.environ.get("VGPU_COUNT", "2")))
     cuda_is_vgpu.install()
-    # A name for torch, as in "import torch as th", holds for all cells.
+    # An alias of torch, as in "import torch as th", is known in all later cells.
     replacer = cuda_is_vgpu.Replacer(cuda_is_vgpu.Replacements("<cell>"))
     shell.ast_transformers.append(replacer)
 

@@ -1,8 +1,8 @@
-"""The report at the end of a run: whether it used its virtual GPUs, and where ``cuda`` was replaced.
+"""The report at the end of a run: whether it used virtual GPUs, and where ``cuda`` was replaced.
 
-A run may have many processes, such as a launcher, its ranks and their workers. The first one creates
-a file and names it in the environment; every process adds a line when it exits, and the first one
-reads all lines.
+A run may have many processes, such as a launcher, its ranks and their workers. The first one
+creates a file and names it in the environment; every process adds a line when it exits, and the
+first one reads all lines.
 """
 
 import functools
@@ -38,7 +38,7 @@ class Report:
     """Whether anything was put on a virtual GPU."""
     asked: set[str] = field(default_factory=set)
     lines: dict[str, None] = field(default_factory=dict)
-    """Descriptions of the words replaced in each of the program's files; a dict, for their order."""
+    """Descriptions of the words replaced in each of the program's files; a dict keeps the order."""
     packages: dict[str, int] = field(default_factory=dict)
     """For each installed package, the number of files in which words were replaced."""
 
@@ -57,7 +57,7 @@ class Report:
         return found
 
     def unused(self, cuda_is_vgpu: bool) -> str | None:
-        """Say why no virtual GPU was used, as far as is known; return None if one was used."""
+        """Return why no virtual GPU was used, as far as is known, or None if one was used."""
         if self.used:
             return None
         advice = "add --read {}" if cuda_is_vgpu else "add --cuda-is-vgpu"
@@ -118,7 +118,7 @@ def _of_this_process() -> dict[str, Any]:
 
 
 def end() -> Report:
-    """Return the combined report, in the first process, when the program ends."""
+    """Return the combined report; called in the first process, when the program ends."""
     report = Report()
     report.add(**_of_this_process())
     file = Path(os.environ[_FILE])
@@ -129,7 +129,7 @@ def end() -> Report:
 
 
 def summary() -> str:
-    """Return a line for each GPU that this process used, with its peak bytes, and for each collective."""
+    """Return a line for each GPU that this process used, with its peak, and for each collective."""
     lines = []
     for index in range(gpus.device_count()):
         gpu = gpus.by_index(index)
@@ -138,14 +138,14 @@ def summary() -> str:
             of = format_bytes(gpu.memory.capacity_bytes)
             lines.append(f"{gpu.device} ({gpu.spec.name}): at most {peak} of {of} allocated")
     for name, calls in sorted(tally.calls.items()):
-        lines.append(f"{name}: {calls} calls, {format_bytes(tally.bytes[name])} put in")
+        lines.append(f"{name}: {calls} calls, {format_bytes(tally.bytes[name])} of input")
     rank = os.environ.get("RANK")
     who = f"rank {rank}: " if rank is not None else ""
     return "\n".join(who + line for line in lines or ["no virtual GPU was used"])
 
 
 def show_summary() -> None:
-    """Print the summary with a single write, so that different ranks' lines don't mix."""
+    """Print the summary with a single write, so that lines of different ranks don't mix."""
     sys.stdout.flush()
     sys.stderr.write(summary() + "\n")
     sys.stderr.flush()

@@ -10,11 +10,11 @@ _STYLE = "text-align:left;vertical-align:top"
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under a header; cells are turned into text, True and False into yes and no.
+    """Rows of cells under a header; cells are converted to text, True and False to yes and no.
 
     In a notebook, text in `backticks` is shown as code. ``links`` maps a cell's text to the address
-    that it links to in a notebook, and ``widths`` a column to its CSS width; other columns take
-    what they need. Raises ValueError for a row that doesn't have as many cells as the header.
+    that it links to in a notebook, and ``widths`` maps a column to its CSS width; other columns are
+    as wide as necessary. Raises ValueError for a row that doesn't have as many cells as the header.
     """
 
     header: Sequence[str]
@@ -26,7 +26,9 @@ class Table:
     def __post_init__(self) -> None:
         for row in self.rows:
             if len(row) != len(self.header):
-                raise ValueError(f"a row of {len(row)} cells under {len(self.header)} names: {row}")
+                raise ValueError(
+                    f"a row has {len(row)} cells, but the header has {len(self.header)}: {row}"
+                )
 
     def _texts(self) -> list[list[str]]:
         spoken = {True: "yes", False: "no"}

@@ -1,18 +1,20 @@
-"""The supported releases of PyTorch, and everything that the library does differently on some of them.
+"""The supported releases of PyTorch, and everything that the library does differently on some.
 
-No other file checks a version. If one implementation works on every supported release, it isn't here. The
-following differs, and can be removed with the release that is named:
+No other file checks a version. Code that works on every supported release isn't here. The releases
+differ as follows; the code for each difference can be removed along with the release that is named:
 
-- Pipelines initialize in ``_PipelineSchedule._initialize_pipeline_distributed_state`` since 2.15, and in
-  ``_warmup_p2p`` before. Remove ``votes_in_warm_up`` and ``warm_up_alone`` with 2.14.
-- A process group of an out-of-tree device type has a default backend since 2.14; before, C++ warns that
-  there's none. Remove ``name_default_backend`` with 2.13.
-- FSDP2 upcasts accumulated unsharded gradients in ``FSDPParamGroup._set_unsharded_grad_dtypes`` since
-  2.15, and in ``FSDPParam.to_accumulated_grad_if_needed`` before. Remove ``widens_gradients`` with 2.14.
-- torch and ``torch.distributed`` log to the current ``sys.stderr`` since 2.14, and to that at import before.
-  Replace ``redirect_stderr`` by ``contextlib``'s with 2.13.
+- Since 2.15, pipelines initialize in
+  ``_PipelineSchedule._initialize_pipeline_distributed_state``; before, in ``_warmup_p2p``. Remove
+  ``votes_in_warm_up`` and ``warm_up_alone`` along with 2.14.
+- Since 2.14, a process group of an out-of-tree device type has a default backend; before, C++ warns
+  that it has none. Remove ``name_default_backend`` along with 2.13.
+- Since 2.15, FSDP2 upcasts accumulated unsharded gradients in
+  ``FSDPParamGroup._set_unsharded_grad_dtypes``; before, in
+  ``FSDPParam.to_accumulated_grad_if_needed``. Remove ``widens_gradients`` along with 2.14.
+- Since 2.14, torch and ``torch.distributed`` log to the current ``sys.stderr``; before, to the one
+  at import. Replace ``redirect_stderr`` with ``contextlib``'s along with 2.13.
 
-docs/new_torch.md says what to do with a new release.
+docs/new_torch.md says what to do when a new release comes out.
 """
 
 import contextlib
@@ -51,20 +53,20 @@ check()  # runs at import, because the rest of the library is imported after thi
 
 
 def name_of(owner: Any, name: str) -> str:
-    """Return the full name, as in ``torch.nn.init.normal_``, also for a method of a class."""
+    """Return the full name, as in ``torch.nn.init.normal_``, including for a class's method."""
     where = getattr(owner, "__module__", "") if isinstance(owner, type) else ""
     of = getattr(owner, "__qualname__", getattr(owner, "__name__", repr(owner)))
     return ".".join(filter(None, (where, of, name)))
 
 
 def was_tried() -> bool:
-    """Whether this torch isn't newer than the newest that was tested."""
+    """Whether this torch is no newer than the newest tested one."""
     return _release(torch.__version__) <= NEWEST_TRIED
 
 
 @contextlib.contextmanager
 def noting_missing(missing: list[str]) -> Iterator[None]:
-    """On a torch newer than any tested, note a name that the block doesn't find, and leave the block."""
+    """On a torch newer than any tested, note a missing name, and skip the rest of the block."""
     try:
         yield
     except AttributeError as error:
@@ -76,8 +78,8 @@ def noting_missing(missing: list[str]) -> Iterator[None]:
 def report_missing(missing: list[str]) -> None:
     """Report in one sentence which names are missing in torch, and clear the list.
 
-    On a torch newer than any tested, where the rest works without them, that's a RuntimeWarning, given
-    once. On a tested one, in which no name should be missing, it raises AttributeError.
+    On a torch newer than any tested, where the rest works without them, issue a RuntimeWarning,
+    once per name. On a tested one, in which no name should be missing, raise AttributeError.
     """
     names = [name for name in dict.fromkeys(missing) if name not in _reported]
     missing.clear()
@@ -85,11 +87,11 @@ def report_missing(missing: list[str]) -> None:
         return
     found = f"torch {torch.__version__} has no {', '.join(names)}"
     if was_tried():
-        raise AttributeError(f"{found}, and virtual GPUs replace that: see docs/new_torch.md")
+        raise AttributeError(f"{found}, which virtual GPUs replace: see docs/new_torch.md")
     _reported.update(names)
     warnings.warn(
-        f"{found}: virtual GPUs were tried with torch {_written(OLDEST)} to "
-        f"{_written(NEWEST_TRIED)}, and go on without what rests on that",
+        f"{found}: virtual GPUs were tested with torch {_written(OLDEST)} to "
+        f"{_written(NEWEST_TRIED)}, and continue without the features that need that",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -118,14 +120,14 @@ def warm_up_alone(schedule: Any, stages: Sequence[Any], has_backward: bool, p2p_
             if len(set(stage.stage_index_to_group_rank.values())) > 1:
                 raise RuntimeError(
                     f"Stage {stage.stage_index} requires dynamic shape inference, which needs the "
-                    "other ranks, and they are absent: give input_args and output_args to "
+                    "other ranks, but they don't exist: pass input_args and output_args to "
                     "PipelineStage"
                 )
             stage._inference_mode = InferenceMode.DYNAMIC
 
 
 def widens_gradients(parameter: type, group: type) -> Callable[..., Any]:
-    """Return FSDP2's function that upcasts gradients which haven't been reduced yet.
+    """Return FSDP2's function that upcasts gradients that haven't been reduced yet.
 
     ``parameter`` is ``FSDPParam``, and ``group`` is ``FSDPParamGroup``.
     """
@@ -142,7 +144,7 @@ def name_default_backend(group: Any, kind: Any) -> None:
 
 @contextlib.contextmanager
 def redirect_stderr(target: TextIO) -> Iterator[None]:
-    """Do what ``contextlib.redirect_stderr`` does, also for the logs of torch and ``torch.distributed``."""
+    """Redirect stderr as ``contextlib`` does, including logs of torch and ``torch.distributed``."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stderr(target))
         for name in ("torch", "torch.distributed"):

@@ -1,4 +1,4 @@
-"""Formats bytes and seconds as text that a person can read, and parses bytes."""
+"""Formats bytes and seconds as readable text, and parses bytes."""
 
 import re
 
@@ -6,7 +6,7 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Format bytes with a binary prefix: ``format_bytes(1536) == "1.5 KiB"``; 1 GiB is 2**30 bytes."""
+    """Format bytes with a binary prefix (1 GiB is 2**30): ``format_bytes(1536) == "1.5 KiB"``."""
     value = float(size_bytes)
     for unit in _BINARY[:-1]:
         if abs(value) < 1024:
@@ -16,7 +16,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse bytes: ``parse_bytes("1.5 GiB") == 1610612736``; GB is 10**9, a number is bytes.
+    """Parse bytes: ``parse_bytes("1.5 GiB") == 1610612736``; 1 GB is 10**9, a bare number is bytes.
 
     Raises ValueError for anything else, and for less than one byte.
     """
@@ -32,7 +32,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_seconds(time_s: float) -> str:
-    """Format seconds with the prefix that fits: ``format_seconds(0.0025) == "2.5 ms"``."""
+    """Format seconds with a suitable prefix: ``format_seconds(0.0025) == "2.5 ms"``."""
     magnitude = abs(time_s)
     if magnitude >= 120:
         minutes, seconds = divmod(round(time_s), 60)

@@ -35,11 +35,13 @@ from helpers.plots.memory import (
 )
 from helpers.plots.meshes import expert_load, held, mesh, ring_work
 from helpers.plots.precision import (
+    errors_by_outlier,
     errors_by_ranks,
     formats,
     losses,
     number_lines,
     scaled_numbers,
+    time_bars,
 )
 from helpers.plots.schedules import schedule, schedules
 from helpers.plots.serving import (
@@ -83,6 +85,7 @@ __all__ = [
     "cache_steps",
     "data_parallel_against_ddp",
     "digit_grid",
+    "errors_by_outlier",
     "errors_by_ranks",
     "expert_load",
     "figure",
@@ -136,6 +139,7 @@ __all__ = [
     "step_by_cause",
     "step_by_module",
     "steps_by_cause",
+    "time_bars",
     "timeline",
     "timelines",
     "token_times",

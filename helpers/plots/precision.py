@@ -1,4 +1,4 @@
-"""Figures of precision: the numbers of a format, errors of sums, and losses of several runs."""
+"""Figures of precision: the values of a format, errors of sums and casts, losses, and parts of times."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,40 +6,58 @@ from typing import Any
 
 import torch
 
-from helpers.plots.style import COLORS, figure, log2_ticks, show, title
+from helpers.plots.style import (
+    COLORS,
+    figure,
+    legend_beside,
+    log2_ticks,
+    show,
+    stacked_bars,
+    title,
+)
 
 _ORDER = [COLORS[n] for n in ("black", "gray", "blue", "orange", "green", "vermilion", "purple")]
 
 
-def formats(counts: Mapping[str, Mapping[int, int]]) -> None:
-    """Range on the x axis, precision on the y axis: how many numbers each format has per power of two.
+def formats(
+    counts: Mapping[str, Mapping[int, int]], calculated: Mapping[str, int] | None = None
+) -> None:
+    """Range on the x axis, precision on the y axis: how many values each format has per power of two.
 
-    ``counts`` maps a format to {exponent e: how many of its numbers are between 2^e and 2^(e + 1)}.
+    ``counts`` maps a format to {exponent e: how many of its values are between 2^e and 2^(e + 1)};
+    ``calculated`` maps formats with float32's exponents to their number of fraction bits.
     """
     fig, axes = figure(width=8, height=3.8)
     summary = []
-    for (name, found), color in zip(counts.items(), _ORDER, strict=False):
+    known = {name: _with_8_exponent_bits(bits) for name, bits in (calculated or {}).items()}
+    for (name, found), color in zip((known | dict(counts)).items(), _ORDER, strict=False):
         exponents = sorted(found)
         edges = [*exponents, exponents[-1] + 1]
         heights = [found[e] for e in exponents]
         axes.stairs(heights, edges, color=color, linewidth=2, baseline=None)
         most = max(found.values())
-        # Two have (nearly) the same height: one name goes above its line, the other below.
+        # Names of equal or nearly equal height: one goes above its line, the other below.
         side = {"float16": "bottom", "float8 e4m3": "bottom", "float8 e5m2": "top"}.get(
             name, "center"
         )
         axes.text(edges[-1] + 2, most, name, color=color, va=side, fontsize=9)
         summary.append(f"{name}: {most:,} from 2^{exponents[0]} to 2^{edges[-1]}")
     axes.set_yscale("log", base=2)
-    axes.set(xlim=(-160, 165), xlabel="size of the number, as a power of 2")
+    axes.set(xlim=(-160, 165), xlabel="size of the value, as a power of 2")
     axes.set_xticks(range(-160, 161, 32), [f"$2^{{{e}}}$" for e in range(-160, 161, 32)])
-    axes.set_ylabel("numbers per power of 2")
-    title(axes, "Exponent bits are width, fraction bits are height", "every number counted")
-    show(fig, f"Lines: how many numbers each format has per power of 2. {'; '.join(summary)}.")
+    axes.set_ylabel("values per power of 2")
+    how = "every value counted" + (f"; {' and '.join(known)} calculated" if known else "")
+    title(axes, "Exponent bits are width, fraction bits are height", how)
+    show(fig, f"Lines: how many values each format has per power of 2. {'; '.join(summary)}.")
+
+
+def _with_8_exponent_bits(fraction_bits: int) -> dict[int, int]:
+    normal = {e: 2**fraction_bits for e in range(-126, 128)}
+    return {-126 - k: 2 ** (fraction_bits - k) for k in range(1, fraction_bits + 1)} | normal
 
 
 def number_lines(numbers: Mapping[str, torch.Tensor], most: float) -> None:
-    """Every number of each format from 0 to ``most``, as a tick on a number line per format."""
+    """Every value of each format from 0 to ``most``, as a tick on a number line per format."""
     fig, axes = figure(width=8, height=0.7 + 0.42 * len(numbers))
     names = list(numbers)[::-1]
     for row, name in enumerate(names):
@@ -47,10 +65,13 @@ def number_lines(numbers: Mapping[str, torch.Tensor], most: float) -> None:
         axes.vlines([0.0, *values], row - 0.3, row + 0.3, color=COLORS["blue"], linewidth=0.8)
     axes.set_yticks(range(len(names)), names)
     axes.grid(visible=False)
-    axes.set(xlim=(-0.02 * most, 1.02 * most), xlabel="each mark is a number that the format has")
-    title(axes, "Dense near zero, sparse further out", "every number")
+    axes.set(
+        xlim=(-0.02 * most, 1.02 * most),
+        xlabel="each mark is a value that the format can represent",
+    )
+    title(axes, "Dense near zero, sparse further out", f"every value from 0 to {most:g}")
     held = ", ".join(f"{name} {int((v <= most).sum())}" for name, v in numbers.items())
-    show(fig, f"Marks on lines from 0 to {most:g}, denser toward 0. Numbers above 0: {held}.")
+    show(fig, f"Marks on lines from 0 to {most:g}, denser toward 0. Values above 0: {held}.")
 
 
 def errors_by_ranks(
@@ -69,7 +90,7 @@ def errors_by_ranks(
         label = None if place else name.partition(",")[0]
         axes.plot([ranks], [error], "D", color="black", ms=7, mfc="none", mew=2, label=label)
     axes.axhline(0.01, color=COLORS["gray"], linewidth=1, linestyle=":")
-    axes.text(2, 0.011, "1 %", fontsize=8, color="#666666", va="bottom")
+    axes.text(2, 0.011, "1%", fontsize=8, color="#666666", va="bottom")
     log2_ticks(axes, sorted(next(iter(errors.values()))))
     axes.set(yscale="log", xlabel="ranks", ylabel="relative error of the sum")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
@@ -94,27 +115,95 @@ def losses(curves: Mapping[str, Sequence[float]], message: str, how: str) -> Non
     show(fig, f"Curves of the loss over {len(next(iter(curves.values())))} steps: {ends}.")
 
 
-def scaled_numbers(scaled: torch.Tensor, dtype: torch.dtype, message: str) -> None:
-    """A histogram of scaled numbers in the range of ``dtype``, on a logarithmic axis, without zeros."""
+def scaled_numbers(
+    scaled: Mapping[str, torch.Tensor], dtype: torch.dtype, message: str, how: str
+) -> None:
+    """A histogram for each tensor, in the range of ``dtype``, on a logarithmic axis, without zeros.
+
+    ``scaled`` maps a name, shown beside the histogram, to the values that are cast to ``dtype``.
+    """
     limits = torch.finfo(dtype)
-    subnormal = math.log2(limits.smallest_normal)
-    fraction_bits = -round(math.log2(limits.eps))
-    lowest = subnormal - fraction_bits  # the smallest number above zero
-    exponents = scaled[scaled != 0].abs().double().log2()
-    fig, axes = figure(width=7.5, height=2.6)
-    bins = [edge / 2 for edge in range(-60, 2 * math.ceil(math.log2(limits.max)) + 3)]
-    heights, _ = torch.histogram(exponents.clamp(bins[0]), torch.tensor(bins).double())
-    axes.stairs((heights / len(exponents)).tolist(), bins, fill=True, color=COLORS["blue"])
-    for left, right, color, name in (
-        (bins[0], lowest - 1, "vermilion", "becomes 0"),
-        (lowest - 1, subnormal, "orange", "loses digits"),
-        (subnormal, math.log2(limits.max), "green", "all digits"),
-    ):
-        axes.axvspan(left, right, color=COLORS[color], alpha=0.2, linewidth=0, label=name)
-    axes.set(xlabel="scaled number, as a power of 2", ylabel="share of the numbers")
-    axes.set(xlim=(bins[0], bins[-1]))
-    axes.legend(fontsize=8, loc="upper left")
-    title(axes, message, "counted; the scale puts the largest at the right end")
-    zeros = (exponents < lowest - 1).double().mean().item()
-    few = ((exponents >= lowest - 1) & (exponents < subnormal)).double().mean().item()
-    show(fig, f"Numbers by size in {dtype}: {zeros:.1%} become 0, {few:.1%} lose digits.")
+    subnormal, top = math.log2(limits.smallest_normal), math.log2(limits.max)
+    lowest = subnormal + round(math.log2(limits.eps))  # the smallest value above zero
+    fig, rows = figure(
+        len(scaled), width=8, height=1.2 + 0.95 * len(scaled), sharex=True, squeeze=False
+    )
+    bins = [edge / 2 for edge in range(-60, 2 * math.ceil(top) + 3)]
+    lost = []
+    for [axes], (name, values) in zip(rows, scaled.items(), strict=True):
+        exponents = values[values != 0].abs().double().log2()
+        heights, _ = torch.histogram(exponents.clamp(bins[0]), torch.tensor(bins).double())
+        axes.stairs((heights / len(exponents)).tolist(), bins, fill=True, color=COLORS["blue"])
+        for left, right, color, label in (
+            (bins[0], lowest - 1, "vermilion", "becomes 0"),
+            (lowest - 1, subnormal, "orange", "loses digits"),
+            (subnormal, top, "green", "keeps all digits"),
+        ):
+            axes.axvspan(left, right, color=COLORS[color], alpha=0.2, linewidth=0, label=label)
+        axes.set_ylabel(name, rotation=0, ha="right", va="center")
+        axes.set_yticks([])
+        axes.grid(visible=False)
+        zeros = (exponents < lowest - 1).double().mean().item()
+        few = ((exponents >= lowest - 1) & (exponents < subnormal)).double().mean().item()
+        lost.append(f"{name or 'the values'}: {zeros:.1%} become 0, {few:.1%} lose digits")
+    ticks = [2 * tick for tick in range(-15, math.ceil(top) // 2 + 1)]
+    axes.set(xlim=(bins[0], bins[-1]), xlabel="value when it's cast")
+    axes.set_xticks(ticks[::2], [f"$2^{{{tick}}}$" for tick in ticks[::2]])
+    legend_beside(rows[0][0])
+    title(rows[0][0], message, how)
+    show(fig, f"Histograms of values by size in the range of {dtype}. {'; '.join(lost)}.")
+
+
+def errors_by_outlier(errors: Mapping[str, Mapping[int, float]], message: str, how: str) -> None:
+    """The error of the other values over an outlier's size, on logarithmic axes, a line for each way.
+
+    ``errors`` maps a way to cast to {factor: relative error}.
+    """
+    fig, axes = figure(width=8.5, height=3.4)
+    looks = zip(
+        ("blue", "sky", "green", "orange", "vermilion"),
+        ("o-", "s-", "D-", "v--", "x:"),
+        strict=True,
+    )
+    for (name, found), (color, line) in zip(errors.items(), looks, strict=False):
+        axes.plot(list(found), list(found.values()), line, color=COLORS[color], ms=5, label=name)
+    axes.set(xscale="log", yscale="log", ylabel="relative error of the others")
+    axes.set_xlabel("one channel, times")
+    factors = sorted(next(iter(errors.values())))
+    axes.set_xticks(factors, [f"{factor:,}" for factor in factors], fontsize=8)
+    axes.set_yticks([0.01, 0.03, 0.1, 0.3, 1], ["1%", "3%", "10%", "30%", "100%"])
+    axes.minorticks_off()
+    legend_beside(axes, fontsize=9)
+    title(axes, message, how)
+    summary = "; ".join(
+        f"{name} " + ", ".join(f"{error:.1%} at {factor:,}" for factor, error in found.items())
+        for name, found in errors.items()
+    )
+    show(fig, f"Lines of the other values' error over the size of one channel: {summary}.")
+
+
+def time_bars(
+    times: Mapping[str, Mapping[str, float]], xlabel: str, message: str, how: str
+) -> None:
+    """A stacked bar for each way, with its parts in order, and its total at the end.
+
+    ``times`` maps a way to {part: time, in the unit of ``xlabel``}; parts may be missing.
+    """
+    fig, axes = figure(width=7.5, height=0.9 + 0.4 * len(times))
+    ways = list(times)[::-1]
+    parts = list(dict.fromkeys(part for way in times.values() for part in way))
+    sizes = {part: [times[way].get(part, 0.0) for way in ways] for part in parts}
+    names = ("blue", "sky", "orange", "green", "purple", "gray")
+    colors = {part: COLORS[name] for part, name in zip(parts, names, strict=False)}
+    ends = stacked_bars(axes, ways, sizes, colors, across=True)
+    for place, end in enumerate(ends):
+        axes.text(end, place, f" {end:.2f}", va="center")
+    axes.set(xlabel=xlabel, xlim=(0, 1.12 * max(ends)))
+    legend_beside(axes, fontsize=9)
+    title(axes, message, how)
+    summary = "; ".join(
+        f"{way} {sum(found.values()):.2f}, of which "
+        + ", ".join(f"{part} {size:.2f}" for part, size in found.items())
+        for way, found in times.items()
+    )
+    show(fig, f"Stacked bars, {xlabel}: {summary}.")

@@ -1,4 +1,4 @@
-"""Explorer of float8: which numbers survive the cast, by format, scale and outliers."""
+"""Explorer of float8: which values survive the cast, by format, scale and outliers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +13,14 @@ from vgpu.tables import Table
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 SCALES = ("tensor", "row", "block of 32", "MXFP8 block")  # the last: a power of 2
-LARGER = ("one number", "one channel", "one token")
+LARGER = ("one value", "one channel", "one token")
 TIMES = (1, 100, 10_000, 100_000, 1_000_000)
 TOKENS, WIDTH = 256, 512
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The numbers that aren't outliers: scaled, their error, and the fraction that becomes 0."""
+    """The values that aren't outliers: scaled, their error, and the fraction that becomes 0."""
 
     scaled: torch.Tensor
     error: float
@@ -28,7 +28,7 @@ class Answer:
 
 
 def answer(format_name: str, per: str, larger: str, times: float) -> Answer:
-    """The effect of a cast on normally distributed numbers (256 tokens, 512 channels) with outliers.
+    """The effect of a cast on normally distributed values (256 tokens, 512 channels) with outliers.
 
     ``per`` is the granularity of scales, one of SCALES. ``larger`` are the outliers, one of LARGER, which are
     multiplied by ``times``. Raises ValueError for other names.
@@ -39,7 +39,7 @@ def answer(format_name: str, per: str, larger: str, times: float) -> Answer:
     x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
     token, channel = divmod(int(x.abs().argmax()), WIDTH)
     parts: dict[str, Any] = {
-        "one number": (token, channel),
+        "one value": (token, channel),
         "one channel": (slice(None), channel),
         "one token": token,
     }
@@ -62,12 +62,13 @@ def answer(format_name: str, per: str, larger: str, times: float) -> Answer:
 
 
 def show_answer(format_name: str, per: str, larger: str, times: float) -> None:
-    """Draw the other numbers in the format's range, and list what each granularity loses."""
+    """Draw the other values in the format's range, and list what each granularity loses."""
     found = {each: answer(format_name, each, larger, times) for each in SCALES}
     message = f"{format_name}, a scale per {per}; {larger} {times:,} times as large"
-    plots.scaled_numbers(found[per].scaled, FORMATS[format_name], message)
+    how = "measured; the scale brings the largest value to the right end"
+    plots.scaled_numbers({"the others": found[per].scaled}, FORMATS[format_name], message, how)
     rows = [(f"a scale per {each}", f"{a.zero:.1%}", f"{a.error:.1%}") for each, a in found.items()]
-    caption = f"the other numbers, {format_name}, measured"
+    caption = f"the other values, {format_name}, measured"
     display(Table(("", "become 0", "relative error"), rows, caption=caption))
 
 

@@ -132,9 +132,9 @@ def test_a_tensor_survives_while_fewer_gpus_are_enabled():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"count": 0}, "count must be 1 to 127"),
-        ({"count": 128}, "count must be 1 to 127"),
-        ({"count": 1, "gpu": "V1000"}, "no GPU preset 'V1000'; there are K80, V100"),
+        ({"count": 0}, "count must be from 1 to 127"),
+        ({"count": 128}, "count must be from 1 to 127"),
+        ({"count": 1, "gpu": "V1000"}, "no GPU preset 'V1000': use one of K80, V100"),
         ({"count": 1, "memory_bytes": 0}, "memory_bytes must be positive, got 0"),
     ],
 )

@@ -55,12 +55,15 @@ def test_a_file_describes_a_network(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('like = "H100"\nmemory = 3', "describes no GPUSpec: got an unexpected field 'memory'"),
-        ('name = "mine"', "describes no GPUSpec: missing 6 fields: 'memory_bytes'"),
-        ('like = "Z1"', "no GPU preset 'Z1'; there are K80"),
+        (
+            'like = "H100"\nmemory = 3',
+            "doesn't describe a GPUSpec: got an unexpected field 'memory'",
+        ),
+        ('name = "mine"', "doesn't describe a GPUSpec: missing 6 fields: 'memory_bytes'"),
+        ('like = "Z1"', "no GPU preset 'Z1': use one of K80"),
         ('like = "H100"\nmemory_bytes = "80"', "memory_bytes of .* must be a number above 0"),
         ('like = "H100"\nlink = "wire"', "no link preset 'wire'"),
-        ("like: H100", "describes no GPUSpec: Expected"),
+        ("like: H100", "doesn't describe a GPUSpec: Expected"),
     ],
 )
 def test_a_file_that_describes_no_gpu_is_refused(tmp_path, text, message):

@@ -77,8 +77,8 @@ def test_the_plugin_does_not_import_torch_unless_it_is_used(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "phrase"),
     [
-        (["--vgpus", "2", "--vgpu-model", "Z9"], "no GPU preset 'Z9'; there are K80, "),
-        (["--vgpus", "0"], "count must be 1 to 127"),
+        (["--vgpus", "2", "--vgpu-model", "Z9"], "no GPU preset 'Z9': use one of K80, "),
+        (["--vgpus", "0"], "count must be from 1 to 127"),
         (["--vgpu-model", "H100"], "--vgpu-model needs --vgpus"),
     ],
 )

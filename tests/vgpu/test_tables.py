@@ -26,5 +26,5 @@ def test_a_table_as_html_shows_backticks_as_code_and_keeps_widths():
 
 
 def test_a_row_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="a row of 1 cells under 2 names"):
+    with pytest.raises(ValueError, match="a row has 1 cells, but the header has 2"):
         Table(("a", "b"), [("only",)])

@@ -48,7 +48,7 @@ def test_a_newer_torch_causes_one_warning_about_missing_names_and_the_rest_works
     assert [str(one.message) for one in told] == [
         "torch 2.99.0 has no torch.nn.init._no_grad_trunc_normal_, "
         "torch.nn.parallel.distributed._verify_param_shape_across_processes: virtual GPUs were "
-        "tried with torch 2.13 to 2.15, and go on without what rests on that"
+        "tested with torch 2.13 to 2.15, and continue without the features that need that"
     ]
     with warnings.catch_warnings(action="error"), vgpu.enable(2):
         pass

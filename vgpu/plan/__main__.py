@@ -1,8 +1,8 @@
-"""Plan the training of a transformer on a cluster, or a server for it, without the cluster.
+"""Plan how to train a transformer on a cluster, or how to serve it, without having the cluster.
 
-PyTorch's own FSDP2 and tensor parallelism run on virtual GPUs as one rank of the cluster or, for a
-pipeline, as one rank for each kind of stage. Bytes are counted, time is virtual, and no GPU is
-needed.
+For training, PyTorch's own FSDP2 and tensor parallelism run on virtual GPUs, as one rank of the
+cluster or, for a pipeline, as one rank of each kind of stage. Bytes are counted, time is virtual,
+and no GPU is needed.
 """
 
 import argparse
@@ -28,29 +28,29 @@ from vgpu.units import format_bytes, format_seconds
 
 EXAMPLES = """\
 examples:
-  Llama 3.1 8B, its parameters sharded over 128 H100s
+  Llama 3.1 8B, with its parameters sharded across 128 H100s
     python -m vgpu.plan --model 8B --dp-shard 128 --batch 2 --recompute selective
 
-  70B on 256: tensor parallelism inside each host, shards across hosts
+  70B on 256 GPUs: tensor parallelism within each host, sharding across hosts
     python -m vgpu.plan --model 70B --dp-shard 32 --tp 8 --batch 16 --recompute full
 
-  70B on 32 in a pipeline of 4 stages, interleaved: two chunks of layers on each rank
+  70B on 32 GPUs: an interleaved pipeline across 4 hosts, with two chunks of layers per rank
     python -m vgpu.plan --model 70B --pp 4 --chunks 2 --tp 8 --batch 8 --recompute full
 
-  every layout of 70B on 8 hosts, at most 512 sequences per step: which ones fit, fastest first
+  every layout of 70B on 8 hosts, with at most 512 sequences per step: those that fit, fastest first
     python -m vgpu.plan --search --model 70B --hosts 8 --sequences 512
 
-  sequences of 131,072 tokens, each shared by 4 GPUs; products in float8
+  sequences of 131,072 tokens, each split across 4 GPUs; matmuls in float8
     python -m vgpu.plan --model 8B --dp-shard 2 --cp 4 --sequence 131072 --float8 --recompute full
 
-  Mixtral 8x7B on 64: each GPU has one of a block's experts
+  Mixtral 8x7B on 64 GPUs, each with one expert per block
     python -m vgpu.plan --model 8x7B --dp-shard 64 --ep 8 --batch 2 --recompute full
 
-  a model of your own: Llama 8B with other sizes
+  a model of your own: Llama 8B with different sizes
     python -m vgpu.plan --layers 24 --width 2048 --heads 16 --key-value-heads 16 \\
         --feed-forward 5504 --vocabulary 32000 --dp-shard 16 --gpu A100 --trace step.json
 
-  70B as a server on four GPUs, in float8: how many users, how fast
+  serving 70B on four GPUs, in float8: how many users at once, and how fast
     python -m vgpu.plan --serve --model 70B --tp 4 --weight-bits 8 --cache-bits 8 --prompt 1000
 """
 
@@ -60,39 +60,39 @@ _SIZES = {
     "width": "width of the hidden states",
     "heads": "attention heads",
     "key_value_heads": "key and value heads",
-    "feed_forward": "width inside a block's feed-forward layer",
+    "feed_forward": "inner width of a block's feed-forward layer",
     "vocabulary": "number of tokens in the vocabulary",
 }
 _EXPERTS = {
     "experts": ("count", int, "experts per block, which replace its feed-forward layer"),
-    "experts_per_token": ("per_token", int, "experts that a token goes through (default: 2)"),
-    "expert_width": ("width", int, "width inside an expert (default: the feed-forward layer's)"),
+    "experts_per_token": ("per_token", int, "experts that each token goes through (default: 2)"),
+    "expert_width": ("width", int, "inner width of an expert (default: the feed-forward layer's)"),
     "shared_width": (
         "shared_width",
         int,
-        "width inside a shared expert, which all tokens go through (default: 0, none)",
+        "inner width of a shared expert, which all tokens go through (default: 0, none)",
     ),
-    "dense_layers": ("dense_layers", int, "first blocks, which have no experts (default: 0)"),
+    "dense_layers": ("dense_layers", int, "leading blocks without experts (default: 0)"),
     "capacity": (
         "capacity",
         float,
-        "an expert's slots, relative to an equal share of the tokens (default: 1, which is also "
-        "dropless training with a balanced router)",
+        "slots per expert, relative to an equal share of the tokens (default: 1, as in dropless "
+        "training with balanced experts)",
     ),
     "ranks_per_token": (
         "ranks_per_token",
         int,
-        "of ep on which a token's experts may be, to each of which it's sent once (default: any, and it's "
-        "sent once for each expert)",
+        "maximum number of ep ranks that hold a token's experts; the token is sent to each rank "
+        "once (default: no limit; it's sent once per expert)",
     ),
 }
 _LAYOUT = {
-    "dp_replicate": "replicas: data parallelism with whole copies of the model",
-    "dp_shard": "ranks among which FSDP2 shards the parameters of a replica",
+    "dp_replicate": "replicas: data parallelism with full copies of the model",
+    "dp_shard": "ranks across which FSDP2 shards a replica's parameters",
     "tp": "neighboring ranks that split each layer: tensor parallelism",
-    "pp": "pipeline stages; the embedding and the output each count as a layer",
-    "ep": "expert parallelism: how many of the dp-shard and context ranks hold different experts",
-    "cp": "ranks that split each sequence: context parallelism, also --context",
+    "pp": "pipeline ranks (each has --chunks stages); embedding and output each count as a layer",
+    "ep": "expert parallelism: how many dp-shard and context ranks hold different experts",
+    "cp": "ranks that split each sequence: context parallelism",
 }
 _ALSO = {"cp": ["--context"]}
 _COUNTS = {
@@ -101,26 +101,26 @@ _COUNTS = {
     "gpus_per_host": f"GPUs per host (default: {Plan.gpus_per_host})",
     "chunks": "pipeline stages per rank: 1 for 1F1B, more for interleaved 1F1B "
     f"(default: {Plan.chunks})",
-    "recompute_every": f"recompute one of every so many blocks (default: {Plan.recompute_every})",
+    "recompute_every": f"recompute one of every N blocks (default: {Plan.recompute_every})",
     "accumulate": "without a pipeline, batches per step whose gradients are accumulated "
     f"(default: {Plan.accumulate})",
-    "micro_batches": "micro-batches per batch in a pipeline (default: as many as stages)",
+    "micro_batches": "micro-batches per batch in a pipeline (default: the value of --pp)",
 }
 _SEARCH = {
     "hosts": "hosts in the cluster, instead of a layout",
-    "sequences": "maximum number of sequences per step, over all GPUs",
+    "sequences": "maximum number of sequences per step, across all GPUs",
 }
 _COSTS = ("arithmetic_share", "fuses", "async_tp")
 _SEARCHED = ("batch", "recompute", "reshard_after_forward", "trace")
-"""Options that don't go with ``--search``."""
+"""Options that can't be combined with ``--search``."""
 _SERVE = {
-    "weight_bits": "bits per weight in the blocks: 8 means float8 (default: 16)",
-    "cache_bits": "bits per number in the KV cache (default: 16)",
+    "weight_bits": "bits per weight in the blocks; 8 means float8 (default: 16)",
+    "cache_bits": "bits per element of the KV cache (default: 16)",
     "prompt": "tokens per prompt (default: 1024)",
-    "output": "tokens per answer (default: 256)",
+    "output": "tokens per response (default: 256)",
 }
 _SERVED = {"model", *_SIZES, "tp", "pp", "gpu", "gpus_per_host", "network", "arithmetic_share"}
-"""The other options that go with ``--serve``."""
+"""The other options that can be combined with ``--serve``."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -132,26 +132,28 @@ def parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     result.add_argument(
-        "--model", choices=MODELS, help="sizes of Llama 3.1 or Mixtral (default: 8B)"
+        "--model", choices=MODELS, help="a size of Llama 3.1 or Mixtral (default: 8B)"
     )
     _add_counts(result, "sizes, if they differ from the model's", _SIZES)
     experts = result.add_argument_group("experts, if they differ from the model's")
     for name, (_, kind, text) in _EXPERTS.items():
         metavar = "N" if kind is int else "X"
         experts.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
-    _add_counts(result, "layout (default: 1 each; GPUs are the product of all but ep)", _LAYOUT)
+    _add_counts(
+        result, "layout (default: 1 each; the number of GPUs is the product of all but ep)", _LAYOUT
+    )
     step = _add_counts(result, "step and cluster", _COUNTS)
     step.add_argument(
         "--recompute",
         choices=RECOMPUTE,
-        help="activation checkpointing; what the backward pass recomputes: nothing, everything but "
-        f"attention and every second matrix product, or everything (default: {Plan.recompute})",
+        help="what the backward pass recomputes (activation checkpointing): nothing, everything "
+        f"but attention and every second matmul, or everything (default: {Plan.recompute})",
     )
     step.add_argument(
         "--reshard-after-forward",
         action=argparse.BooleanOptionalAction,
-        help="whether to free parameters after the forward pass and gather them again for the "
-        f"backward pass (default: {Plan.reshard_after_forward})",
+        help="whether to free gathered parameters after the forward pass and gather them again for "
+        f"the backward pass (default: {Plan.reshard_after_forward})",
     )
     step.add_argument(
         "--reduce",
@@ -161,12 +163,12 @@ def parser() -> argparse.ArgumentParser:
     step.add_argument(
         "--wrap-ends",
         action="store_true",
-        help="FSDP2 shards embedding and output in their own right, as notebooks/train.py does",
+        help="wrap the embedding and the output separately in FSDP2, as notebooks/train.py does",
     )
     step.add_argument(
         "--float8",
         action="store_true",
-        help="the blocks' linear layers multiply in float8, with one scale per tensor",
+        help="run the matmuls of the blocks' linear layers in float8, with one scale per tensor",
     )
     step.add_argument(
         "--compile",
@@ -177,14 +179,14 @@ def parser() -> argparse.ArgumentParser:
     step.add_argument(
         "--async-tp",
         action="store_true",
-        help="with --compile: overlap matrix products, piece by piece, with their collectives within a "
+        help="with --compile: overlap matmuls, piece by piece, with their collectives within a "
         "host (asynchronous tensor parallelism)",
     )
     step.add_argument(
         "--gpu",
         metavar="NAME",
-        help=f"GPU model: {', '.join(vgpu.PRESETS)} (default: {Plan.gpu}), or FILE.toml with fields of "
-        "vgpu.GPUSpec, where like = NAME names a preset for the others",
+        help=f"GPU model: {', '.join(vgpu.PRESETS)} (default: {Plan.gpu}), or FILE.toml with "
+        "fields of vgpu.GPUSpec; in it, like = NAME takes the other fields from a preset",
     )
     step.add_argument(
         "--network",
@@ -196,25 +198,26 @@ def parser() -> argparse.ArgumentParser:
         "--arithmetic-share",
         type=float,
         metavar="X",
-        help="fraction of the datasheet's FLOP/s that matrix products reach (default: "
+        help="fraction of the datasheet's FLOP/s that matmuls reach (default: "
         f"{vgpu.CostModel.arithmetic_share})",
     )
     step.add_argument(
-        "--trace", type=Path, metavar="FILE.json", help="write the step for ui.perfetto.dev"
+        "--trace", type=Path, metavar="FILE.json", help="write the step's trace for ui.perfetto.dev"
     )
-    several = _add_counts(
+    search_group = _add_counts(
         result, "search all layouts, batch sizes and recomputation policies", _SEARCH
     )
-    several.add_argument(
+    search_group.add_argument(
         "--search",
         action="store_true",
         help="print the fastest plans that fit; pipelines aren't tried",
     )
-    serve = _add_counts(result, "plan a server of the model instead of its training", _SERVE)
-    serve.add_argument(
+    serve_group = _add_counts(result, "plan a server for the model instead of its training", _SERVE)
+    serve_group.add_argument(
         "--serve",
         action="store_true",
-        help="print whether weights and KV cache fit on tp × pp GPUs, and how fast it generates",
+        help="print whether weights and KV cache fit on tp × pp GPUs, and how fast tokens are "
+        "generated",
     )
     return result
 
@@ -250,34 +253,34 @@ def _predict_and_print(given: dict[str, Any]) -> None:
     print(report(step))
     if trace:
         step.timeline.to_chrome_trace(trace)
-        print(f"\nThe step is in {trace}; https://ui.perfetto.dev opens it.")
+        print(f"\nThe step's trace is in {trace}: open it in https://ui.perfetto.dev.")
     if not step.fits:
         print(f"\n{remedies(step, costs)}")
 
 
 def plan_of(given: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
-    """Return the plan that the options describe, and costs as ``predict`` takes them."""
+    """Return the plan that the options describe, and the costs for ``predict``."""
     own = {name: value for name, value in given.items() if name in _SIZES}
     sizes = dataclasses.replace(MODELS[given.get("model", "8B")], **own)
     sizes = dataclasses.replace(sizes, experts=_experts(sizes, given))
     layout = Layout(**{name: value for name, value in given.items() if name in _LAYOUT})
     costs = {name: value for name, value in given.items() if name in _COSTS}
     if costs.get("async_tp") and not costs.get("fuses"):
-        raise ValueError("--async-tp is a pass of torch.compile: also give --compile")
+        raise ValueError("--async-tp is a pass of torch.compile: also pass --compile")
     elsewhere = {"model", *_SIZES, *_EXPERTS, *_LAYOUT, *_COSTS}
     others = {name: value for name, value in given.items() if name not in elsewhere}
     return Plan(sizes, layout, **others), costs
 
 
 def _experts(sizes: TransformerSizes, given: dict[str, Any]) -> ExpertSizes | None:
-    """Return the model's experts, with the options' changes."""
+    """Return the model's experts, as changed by the options."""
     own = {_EXPERTS[name][0]: value for name, value in given.items() if name in _EXPERTS}
     if sizes.experts is not None:
         return dataclasses.replace(sizes.experts, **own)
     if not own:
         return None
     if "count" not in own:
-        raise ValueError("the model has no experts: give their number with --experts")
+        raise ValueError("the model has no experts: set their number with --experts")
     return ExpertSizes(**{"per_token": 2, "width": sizes.feed_forward} | own)
 
 
@@ -291,7 +294,7 @@ def _searched(given: dict[str, Any]) -> str:
         cp, ep = plan.layout.cp, plan.layout.ep
         if plan.layout.ranks > cp:
             raise ValueError(
-                f"--hosts {hosts} with a layout ({plan.layout}): give only one of the two"
+                f"--hosts {hosts} with a layout ({plan.layout}): pass only one of the two"
             )
         layout = Layout(dp_shard=hosts * plan.gpus_per_host // cp, cp=cp, ep=ep)
         plan = dataclasses.replace(plan, layout=layout)
@@ -318,22 +321,22 @@ def _refuse(names: Iterable[str], given: dict[str, Any], why: str) -> None:
 
 
 def report(step: Step) -> str:
-    """Describe the plan, whether it fits, and where its bytes and seconds go, as text."""
+    """Return a text about the plan, whether it fits, and where its bytes and seconds go."""
     plan = step.plan
     head = (
         f"{plan.layout} on {plan.layout.ranks} {plan.spec.name.removeprefix('Virtual ')}, "
         f"{plan.hosts} {'host' if plan.hosts == 1 else 'hosts'}"
     )
-    whose = "rank 0"
+    where = "rank 0"
     if isinstance(step, PipelineStep):
         head += f"\n{_pipeline(plan)}"
         rank = step.timeline.ranks[step.stage]
-        whose = f"rank {rank}, the fullest, with {step.in_flight} micro-batches in flight"
+        where = f"rank {rank}, the fullest, with {step.in_flight} micro-batches in flight"
     bytes_rows = [(cause, format_bytes(size)) for cause, size in step.bytes_by_cause.items()]
     bytes_rows += [
         ("allocated at the peak", format_bytes(step.allocated_bytes)),
         ("reserved by the allocator", format_bytes(step.reserved_bytes)),
-        ("a GPU has", format_bytes(plan.spec.memory_bytes)),
+        ("memory of a GPU", format_bytes(plan.spec.memory_bytes)),
     ]
     time_rows = [
         (cause, format_seconds(time_s), f"{time_s / step.seconds:.1%}")
@@ -343,11 +346,11 @@ def report(step: Step) -> str:
     return "\n\n".join(
         [
             head,
-            str(Table((f"bytes of {whose}", ""), bytes_rows)),
+            str(Table((f"bytes on {where}", ""), bytes_rows)),
             verdict,
             str(Table((f"a step of {format_seconds(step.seconds)}", "", ""), time_rows)),
-            f"{step.tokens_per_s:,.0f} tokens/s per GPU, {plan.tokens:,} tokens per step; model FLOPs "
-            f"utilization {step.utilization:.1%}. Virtual time, predicted by a cost model.",
+            f"{step.tokens_per_s:,.0f} tokens/s per GPU, {plan.tokens:,} tokens per step; model "
+            f"FLOPs utilization {step.utilization:.1%}. Virtual time, predicted by a cost model.",
         ]
     )
 
@@ -358,15 +361,16 @@ def _pipeline(plan: Plan) -> str:
     runs = [(n, len(list(same))) for n, same in itertools.groupby(counts)]
     cut = ", ".join(f"{times} × {n}" if times > 1 else str(n) for n, times in runs)
     return (
-        f"{plan.schedule.name}: {plan.schedule.micro_batches} micro-batches of {plan.micro_batch} "
-        f"each; layers per stage: {cut}"
+        f"{plan.schedule.name}: {plan.schedule.micro_batches} micro-batches of size "
+        f"{plan.micro_batch}; layers per stage: {cut}"
     )
 
 
 def remedies(step: Step, costs: dict[str, Any]) -> str:
-    """Describe changes that make the plan fit, fastest first, each tried on the cluster.
+    """Describe changes that make the plan fit, fastest first; each is tried on the cluster.
 
-    If no single change does, each is tried with full recomputation and with parameters gathered again.
+    If no single change is enough, each is tried along with full recomputation and resharding after
+    forward.
     """
     plan, single = step.plan, _changes(step.plan)
     least = {"recompute": RECOMPUTE[-1], "reshard_after_forward": True}
@@ -374,7 +378,7 @@ def remedies(step: Step, costs: dict[str, Any]) -> str:
     others = [change for change in single if not change.keys() & least.keys()]
     for changes in (single, [least | change for change in ({}, *others)] if least else []):
         rows = []
-        for change in tqdm(changes, desc="looking for what fits", leave=False):
+        for change in tqdm(changes, desc="looking for plans that fit", leave=False):
             try:
                 tried = predict(_changed(plan, change), **costs)
             except ValueError:  # the batch, heads or hosts aren't divisible
@@ -388,13 +392,13 @@ def remedies(step: Step, costs: dict[str, Any]) -> str:
             ]
             return str(Table(("what would fit", "reserved", "tokens/s per GPU"), table))
     return (
-        "Nothing that was tried makes it fit: smaller batches, more sharding, recomputation, "
-        "parameters gathered again. Use more GPUs."
+        "No change that was tried makes it fit: smaller batches, more sharding, recomputation, "
+        "resharding after forward. Use more GPUs."
     )
 
 
 def _changes(plan: Plan) -> list[dict[str, Any]]:
-    """Return changes that keep less in memory, one at a time."""
+    """Return individual changes that keep less in memory."""
     layout = plan.layout
     changes: list[dict[str, Any]] = [
         {"recompute": how} for how in RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1 :]
@@ -409,7 +413,7 @@ def _changes(plan: Plan) -> list[dict[str, Any]]:
         changes.append({"dp_replicate": 1, "dp_shard": layout.dp})
     for by in (2, 4, 8):
         if layout.dp_shard % by == 0 and layout.tp * by <= plan.gpus_per_host:
-            # Ranks that had their own samples now share a layer and all their samples.
+            # Ranks that had their own samples now share each layer and all of their samples.
             shared = {"dp_shard": layout.dp_shard // by, "tp": layout.tp * by}
             changes.append({**shared, "batch": plan.batch * by})
     return changes

@@ -1,21 +1,22 @@
-"""Back-of-envelope estimates for a training run: FLOPs, bytes, and what a mesh of GPUs sends.
+"""Back-of-the-envelope estimates for a training run: FLOPs, bytes, and traffic on a mesh of GPUs.
 
-It's plain arithmetic on the sizes of a Llama-style transformer. A mesh divides the model in four ways:
+They're plain arithmetic on the sizes of a Llama-style transformer. A mesh has four dimensions:
 
 - ``tensor``: four exposed all-reduces of a micro-batch's hidden states in each layer (Shoeybi et
   al., 2019, Megatron-LM);
 - ``context``: keys and values travel around a ring during attention; in the backward pass, their
-  gradients go with them (Liu et al., 2023, Ring attention);
-- ``pipeline``: hidden states go to the next stage and their gradients come back, for each
-  micro-batch of one sequence; with 1F1B, only those that fill and drain the pipeline are exposed;
+  gradients travel with them (Liu et al., 2023, Ring attention);
+- ``pipeline``: for each micro-batch, which is one sequence, hidden states go to the next stage and
+  their gradients come back; with 1F1B, only the messages that fill and drain the pipeline are
+  exposed;
 - ``data``: once per step, parameters are gathered in bfloat16 during the first forward, and
-  gradients reduced in float32 during the last backward. Ranks of ``context`` hold the same
+  gradients are reduced in float32 during the last backward. The ``context`` ranks hold the same
   parameters, so they belong to these groups, too.
 
-In each dimension, the slowest group counts, since the others wait for it; for example, one that
-spans hosts while others are inside one host. Seconds come from a ``CostModel``. The estimates leave
-out embedding and loss, norms, the bytes of activations, recomputation, launches, dimensions that
-use a link at the same time, and stages that differ.
+In each dimension, the slowest group counts, since the others wait for it: for example, a group that
+spans hosts while others are within one host. Times come from a ``CostModel``. Not modeled:
+embedding and loss, norms, activation memory, recomputation, launches, dimensions that use a link at
+the same time, and differences between stages.
 """
 
 import itertools
@@ -33,21 +34,21 @@ from vgpu.plan.transformer import TransformerSizes, check_count
 def flop_per_token(sizes: TransformerSizes, sequence: int) -> int:
     """Return the FLOPs of the model for one token, forward and backward, without recomputation.
 
-    That's six for each parameter in a matmul, plus attention's 12 · layers · width · sequence, which
-    counts whole sequences although a causal mask hides half (Chowdhery et al., 2022, PaLM, appendix
-    B). An embedding is looked up, and a norm isn't a matmul.
+    Each parameter in a matmul takes six FLOPs. Attention adds 12 · layers · width · sequence, which
+    counts full sequences although a causal mask hides half (Chowdhery et al., 2022, PaLM, appendix
+    B). Embedding lookups and norms aren't matmuls and don't count.
     """
     products = sizes.token_products + sizes.vocabulary * sizes.width
     return 6 * products + 12 * sizes.layers * sizes.query_width * sequence
 
 
 def kept_bytes(sizes: TransformerSizes, tokens: int, recompute: str = "full") -> int:
-    """Return the least number of bytes that a block keeps for its backward pass, in bfloat16.
+    """Return the minimum number of bytes that a block keeps for its backward pass, in bfloat16.
 
-    A block keeps its input; with "selective", also queries, values, the result of the gate's matmul
-    and attention's output; with "none", also the inputs or outputs of its norms, matmuls and
-    attention. ``tokens`` are those of one rank, or those of all ranks of ``tp``, among which the
-    bytes are then divided.
+    A block keeps its input; with "selective", also queries, values, the output of the gate's matmul
+    and that of attention; with "none", also the inputs or outputs of its norms, matmuls and
+    attention. ``tokens`` is the number on one rank or, if the ``tp`` ranks share the bytes, on all
+    of them.
     """
     narrow = sizes.key_value_width
     numbers = {
@@ -70,12 +71,13 @@ def least_bytes(
     gathered_once: bool = False,
     ep: int = 1,
 ) -> int:
-    """Return the least number of bytes that a rank holds when its backward pass starts.
+    """Return the minimum number of bytes that a rank holds when its backward pass starts.
 
-    That's its part of the parameters and of Adam's two states in float32; what each block keeps,
-    divided among the ranks of ``tp``; and three float32 tensors of the logits' size: their
-    log-softmax, its gradient, and the logits' gradient. With ``gathered_once``, it's also the
-    blocks' parameters in bfloat16. ``tokens`` are those of all ranks of ``tp``.
+    The rank holds its part of the parameters and of Adam's two moments in float32. It also holds
+    its part, among the ``tp`` ranks, of what each block keeps, of three float32 tensors of the
+    logits' size (their log-softmax, its gradient, and the logits' gradient), and with
+    ``gathered_once``, of the blocks' parameters in bfloat16. ``tokens`` is the number on all ``tp``
+    ranks together.
     """
     state = 12 * sizes.parameters // dp_shard
     kept = sizes.layers * kept_bytes(sizes, tokens, recompute)
@@ -86,7 +88,10 @@ def least_bytes(
 
 
 def state_bytes(sizes: TransformerSizes, dp_shard: int = 1) -> int:
-    """Return each of ``dp_shard`` ranks' bytes of float32 parameters, gradients and Adam's two states."""
+    """Return a rank's bytes of float32 parameters, gradients and both Adam moments.
+
+    They're sharded across ``dp_shard`` ranks.
+    """
     return 16 * sizes.parameters // dp_shard
 
 
@@ -94,23 +99,23 @@ def state_bytes(sizes: TransformerSizes, dp_shard: int = 1) -> int:
 
 DIMENSIONS = ("tensor", "context", "pipeline", "data")
 
-_WORKING_BYTES = 2  # of an activation, or a parameter as it's used in computation: bfloat16
+_WORKING_BYTES = 2  # of an activation, or of a gathered parameter: bfloat16
 _GRADIENT_BYTES = 4
-_ADAM_BYTES = 12  # parameter, momentum and variance in float32, sharded
+_ADAM_BYTES = 12  # parameter and both moments in float32, sharded
 
 _Sent = list[tuple[int, float, float, float]]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What's sent along one dimension in one step."""
+    """The traffic along one dimension in one step."""
 
     dimension: str
-    ranks: tuple[int, ...]  # of the slowest group; rank 0's if all are alike
+    ranks: tuple[int, ...]  # of the slowest group, or of rank 0's if all are equally slow
     link: str
     sent_bytes: float  # by each GPU
     sending_s: float
-    exposed_s: float  # the part of it that isn't hidden by computation
+    exposed_s: float  # the part of sending_s that isn't hidden by computation
 
 
 @dataclass(frozen=True)
@@ -133,11 +138,11 @@ class MeshStep:
 def mesh_step(
     sizes: Mapping[str, int], model: TransformerSizes, sequences: int, cost: CostModel
 ) -> MeshStep:
-    """Estimate a training step of ``sequences`` sequences, each of ``model.sequence`` tokens, on a mesh.
+    """Estimate a training step on a mesh, for ``sequences`` sequences of ``model.sequence`` tokens.
 
-    ``sizes`` has the size of each of ``DIMENSIONS``, starting with the one whose ranks are neighbors.
-    ``cost`` says what the GPUs and their links can do, and how many GPUs a host has. Raises
-    ValueError for sizes that don't divide the model.
+    ``sizes`` has the size of each of ``DIMENSIONS``, starting with the one whose ranks are
+    neighbors. ``cost`` describes the GPUs, their links, and the number of GPUs per host. Raises
+    ValueError for sizes that don't divide the model evenly.
     """
     _check_mesh(sizes, model, sequences)
     tensor, context, pipeline, data = (sizes[name] for name in DIMENSIONS)
@@ -159,11 +164,11 @@ def mesh_step(
         return sent_bytes, cost.group_time_s(name, size_bytes, ranks)
 
     def message(size_bytes: float, pairs: Iterable[tuple[int, int]]) -> tuple[float, float]:
-        """Return bytes and seconds if all neighbors send at once, at the pace of the slowest pair."""
+        """Return bytes and seconds if all neighbors send at once, with the slowest pair's time."""
         return size_bytes, max(cost.group_time_s("send", size_bytes, pair) for pair in pairs)
 
-    # What each GPU sends in each dimension: how often, how many bytes in how many seconds, and during
-    # how much arithmetic.
+    # What each GPU sends in each dimension: how often, the bytes and seconds each time, and the
+    # seconds of computation that hide it.
     sums, ring, stages = (_slowest(sizes, cost, name) for name in DIMENSIONS[:3])
     shards = _slowest(sizes, cost, "data", "context")
     each_sum = collective("all_reduce", hidden_bytes, sums)
@@ -179,7 +184,7 @@ def mesh_step(
     if context > 1:
         pairs = list(zip(ring, ring[1:] + ring[:1], strict=True))
         numbers = 2 * tokens * model.key_value_width / tensor  # keys and values
-        # A rank's computation in one layer with one rank's keys and values.
+        # The time for a rank's computation with one rank's keys and values, in one layer.
         block_s = attention_flop / context**2 / flop_per_s
         forward = message(numbers * _WORKING_BYTES, pairs)
         backward = message(numbers * (_WORKING_BYTES + _GRADIENT_BYTES), pairs)
@@ -193,16 +198,16 @@ def mesh_step(
             ),  # once more, until the gradients are back on their own ranks
         ]
     if pipeline > 1:
-        exposed = 2 * (pipeline - 1)  # those messages that fill and drain the pipeline
+        exposed = 2 * (pipeline - 1)  # the messages that fill and drain the pipeline
         each = message(hidden_bytes, itertools.pairwise(stages))
         behind = max(2 * micro_batches - exposed, 0)
         sent["pipeline"] = [(exposed, *each, 0.0), (behind, *each, forward_s)]
 
     ranks = {"tensor": sums, "context": ring, "pipeline": stages, "data": shards}
     traffic = {name: _traffic(name, ranks[name], cost, sent[name]) for name in sizes}
-    if (
-        pipeline > 1
-    ):  # for every GPU but those at the ends, even if filling takes longer than running
+    if pipeline > 1:
+        # For every GPU except those at the ends, even if there are too few micro-batches to fill
+        # the pipeline.
         sent_bytes = 2 * micro_batches * hidden_bytes
         traffic["pipeline"] = replace(traffic["pipeline"], sent_bytes=sent_bytes)
     compute_s = micro_batches * (forward_s + backward_s)
@@ -216,10 +221,10 @@ def mesh_step(
 
 
 def _slowest(sizes: Mapping[str, int], cost: CostModel, *dimensions: str) -> list[int]:
-    """Return the group that the others wait for; the first if all are alike.
+    """Return the group that the others wait for, or the first if all are equally slow.
 
-    The host with the fewest of a group's GPUs has the fewest adapters for it, and slows down its
-    ring; a group inside one host is the fastest. Otherwise, more hosts take more steps.
+    The host with the fewest of a group's GPUs has the fewest adapters for the group, and slows down
+    its ring; a group within one host is the fastest. Otherwise, more hosts mean more steps.
     """
 
     def slowness(group: list[int]) -> tuple[int, int, int]:
@@ -243,7 +248,7 @@ def _traffic(dimension: str, ranks: list[int], cost: CostModel, sent: _Sent) -> 
 def _check_mesh(sizes: Mapping[str, int], model: TransformerSizes, sequences: int) -> None:
     if sorted(sizes) != sorted(DIMENSIONS) or min(sizes.values()) < 1:
         raise ValueError(
-            f"sizes must name each of {', '.join(DIMENSIONS)} with at least 1, got {dict(sizes)}"
+            f"sizes must have {', '.join(DIMENSIONS)}, each at least 1; got {dict(sizes)}"
         )
     check_count("sequences", sequences)
     divided = {

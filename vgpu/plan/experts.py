@@ -1,17 +1,17 @@
 """Experts that replace a block's feed-forward layer; each token goes through a few of them.
 
-A router picks ``per_token`` experts for each token. Each expert has a number of slots, given by
-``capacity``; tokens are sorted into the slots and dropped if an expert has none left, and the experts'
-matmuls are one grouped matmul. A capacity of 1 costs as much as dropless training with a router
-that balances the experts' load; a larger one says how much more load the busiest expert has.
+A router picks ``per_token`` experts for each token. The experts have equally many slots, according
+to ``capacity``; tokens are sorted into the slots, and dropped if an expert has none left. Each of
+SwiGLU's three matmuls is batched over the experts. A capacity of 1 costs as much as dropless
+training with balanced experts; a larger one, as much as if the busiest expert had that many times
+the mean load.
 
 With expert parallelism, each rank has some of the experts, and slots are sent to their ranks and
-back (all-to-all), forward and backward, as in GShard: a token once for each of its experts. With
-``ranks_per_token``, a token's experts are on that many ranks at most. The token is sent once to each
-of these, along with its weights, and sorted into slots there.
+back (all-to-all), forward and backward; as in GShard, each token is sent once per expert. With
+``ranks_per_token``, a token's experts are on at most that many ranks. The token is sent to each of
+them once, along with its weights, and sorted into slots there.
 
-This leaves out load-balancing losses, the host's wait for how many tokens go where, and experts in
-float8.
+Not modeled: load-balancing losses, the host's wait for token counts, and experts in float8.
 
 Sources: Lepikhin et al., 2020, GShard; Jiang et al., 2024, Mixtral of experts; DeepSeek-AI, 2024,
 DeepSeek-V2 (device-limited routing) and DeepSeek-V3 technical report (shared experts).
@@ -33,14 +33,14 @@ class ExpertSizes:
 
     count: int
     per_token: int
-    width: int  # inside an expert
-    shared_width: int = 0  # inside a shared expert, which every token goes through; 0: none
-    dense_layers: int = 0  # first blocks, which have a feed-forward layer instead
-    capacity: float = 1.0  # an expert's slots, relative to an equal share of the tokens
-    ranks_per_token: int | None = None  # most ranks of ep that have a token's experts; None: any
+    width: int  # inner width of an expert
+    shared_width: int = 0  # of a shared expert, which every token goes through; 0: none
+    dense_layers: int = 0  # leading blocks with a dense feed-forward layer instead of experts
+    capacity: float = 1.0  # slots per expert, relative to an equal share of the tokens
+    ranks_per_token: int | None = None  # limit for ep ranks with a token's experts; None: no limit
 
     def check(self) -> None:
-        """Raise ValueError for sizes that no ``Experts`` can have."""
+        """Raise ValueError if no ``Experts`` can have these sizes."""
         for name, least in (
             ("count", 1),
             ("per_token", 1),
@@ -54,28 +54,29 @@ class ExpertSizes:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(
-                    f"{name} of experts must be a whole number of at least {least}, got {value!r}"
+                    f"{name} of the experts must be a whole number of at least {least}, got "
+                    f"{value!r}"
                 )
         if self.per_token > self.count:
             raise ValueError(
-                f"a token can't go through {self.per_token} of {self.count} experts: give at least as "
-                "many experts"
+                f"a token can't go through {self.per_token} of {self.count} experts: use at least "
+                f"{self.per_token} experts"
             )
         if not 0 < self.capacity <= self.count:
             raise ValueError(
-                f"capacity of experts must be above 0 and at most their count, {self.count}, got "
+                f"capacity must be above 0 and at most the number of experts ({self.count}), got "
                 f"{self.capacity!r}"
             )
 
     def check_division(self, ep: int) -> None:
-        """Raise ValueError if the experts can't be divided among this many ranks."""
+        """Raise ValueError if the experts can't be divided evenly among ``ep`` ranks."""
         if self.count % ep:
-            raise ValueError(f"{self.count} experts can't be divided among {ep} ranks of ep")
+            raise ValueError(f"{self.count} experts can't be divided evenly among {ep} ep ranks")
         limit = self.ranks_per_token
         if limit is not None and (limit > ep or limit * (self.count // ep) < self.per_token):
             raise ValueError(
-                f"a token's {self.per_token} experts can't be on {limit} of {ep} ranks of ep, which have "
-                f"{self.count // ep} each: give another number of ranks_per_token"
+                f"a token's {self.per_token} experts can't be on {limit} of {ep} ep ranks, which "
+                f"have {self.count // ep} each: change ranks_per_token"
             )
 
 
@@ -92,7 +93,7 @@ class Experts(nn.Module):
         nn.init.normal_(self.router, std=width**-0.5)
 
     def divide(self, mesh: DeviceMesh) -> None:
-        """Keep this rank's part of the experts, on a one-dimensional mesh."""
+        """Keep only this rank's part of the experts; the mesh has one dimension."""
         self.group = mesh.get_group()
         self.own.keep(mesh.get_local_rank(), mesh.size())
 
@@ -110,7 +111,7 @@ class Experts(nn.Module):
         return output.view_as(hidden)
 
     def _chosen(self, chances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return, for each token, the weights and numbers of its experts; both are (T, per_token)."""
+        """Return the weights and indices of each token's experts; both are (T, per_token)."""
         weights, experts = chances.topk(self.sizes.per_token)
         return weights / weights.sum(-1, keepdim=True), experts
 
@@ -122,9 +123,9 @@ class Experts(nn.Module):
     def _limited(
         self, tokens: torch.Tensor, chances: torch.Tensor, group: dist.ProcessGroup, ranks: int
     ) -> torch.Tensor:
-        """Send each token to ``ranks`` ranks, once to each, and compute its experts there."""
+        """Send each token once to each of ``ranks`` ranks, and run its experts there."""
         parts, count = group.size(), len(tokens)
-        of_ranks = chances.unflatten(-1, (parts, -1))  # (T, ranks, experts of each)
+        of_ranks = chances.unflatten(-1, (parts, -1))  # (T, ranks, experts per rank)
         _, sent_to = of_ranks.amax(-1).topk(ranks)
         allowed = torch.zeros_like(of_ranks[..., 0]).scatter(1, sent_to, 1.0)
         weights, experts = self._chosen((of_ranks * allowed[..., None]).flatten(1))
@@ -147,11 +148,11 @@ class Experts(nn.Module):
         return rows.added(returned, count)
 
     def _compute(self, slots: torch.Tensor) -> torch.Tensor:
-        """Input and output are (experts · slots of each, width)."""
+        """Run the experts; input and output are (experts · slots per expert, width)."""
         if self.group is None:
             return self.own(slots.unflatten(0, (self.sizes.count, -1))).flatten(0, 1)
         parts = self.group.size()
-        # From each rank, its slots for my experts: (ranks, my experts, slots of each, width).
+        # Each rank's slots for this rank's experts: (ranks, own experts, slots per expert, width).
         received = _Exchange.apply(slots, self.group)
         received = received.unflatten(0, (parts, self.sizes.count // parts, -1))
         done = self.own(received.transpose(0, 1).flatten(1, 2))
@@ -165,31 +166,31 @@ class _Slots:
     def __init__(
         self, receivers: torch.Tensor, weights: torch.Tensor, count: int, each: int
     ) -> None:
-        """``receivers`` are (T, several), each from 0 to ``count``, which means none."""
-        tokens, several = receivers.shape
+        """``receivers`` is (T, k), with values from 0 to ``count``; ``count`` means no receiver."""
+        tokens, k = receivers.shape
         receiver, order = receivers.flatten().sort(stable=True)
         first = torch.searchsorted(receiver, torch.arange(count + 1, device=receiver.device))
         place = torch.arange(len(order), device=receiver.device) - first[receiver]
         fits = (place < each) & (receiver < count)
         slot = torch.where(fits, receiver * each + place, count * each)
         token_of = torch.full_like(slot[:1], tokens).expand(count * each + 1)
-        self.token_of = token_of.scatter(0, slot, order // several)[:-1]  # T for none
+        self.token_of = token_of.scatter(0, slot, order // k)[:-1]  # T marks an empty slot
         weight_of = torch.zeros_like(weights.flatten()[:1]).expand(count * each + 1)
         self._weight_of = weight_of.scatter(0, slot, weights.flatten()[order])[:-1]
 
     def taken(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Fill the slots: (T, width) to (slots, width), with zeros in empty ones."""
+        """Fill the slots: (T, width) to (slots, width); empty slots get zeros."""
         return F.pad(tokens, (0, 0, 0, 1))[self.token_of]
 
     def added(self, slots: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Sum each token's slots by weight: (slots, width) to (T, width)."""
+        """Return the weighted sum of each token's slots: (slots, width) to (T, width)."""
         weighted = slots * self._weight_of.to(slots.dtype)[:, None]
         output = weighted.new_zeros(tokens + 1, slots.size(1))
         return output.index_add(0, self.token_of, weighted)[:-1]
 
 
 class GroupedFeedForward(nn.Module):
-    """Each expert's SwiGLU, as grouped matmuls. Input and output are (experts, slots, width)."""
+    """Each expert's SwiGLU, as batched matmuls. Input and output are (experts, slots, width)."""
 
     def __init__(self, count: int, width: int, inside: int) -> None:
         super().__init__()
@@ -210,7 +211,7 @@ class GroupedFeedForward(nn.Module):
 
 
 class _Exchange(torch.autograd.Function):
-    """Sends equal parts of each rank's rows to all ranks of a group; the gradients go back."""
+    """Send equal parts of each rank's rows to all ranks of a group; the gradients go back."""
 
     @staticmethod
     def forward(ctx, rows, group):

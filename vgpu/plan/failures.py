@@ -1,10 +1,10 @@
-"""The time that a training run loses to failures and checkpoints, simulated and by the usual formulas.
+"""The time that a training run loses to failures and checkpoints, by simulation and by formula.
 
-If any GPU fails, all of them stop. The run then restarts, and repeats what it had done since its
-last checkpoint. Failures occur at a constant rate (an exponential distribution), even while a
+If any GPU fails, all of them stop. The run then restarts, and repeats everything since its last
+checkpoint. Failures occur at a constant rate (an exponential distribution), even while a
 checkpoint is being written or a restart is in progress.
 
-This leaves out checkpoints that are written during training, and GPUs that are slow or wrong without
+Not modeled: asynchronous checkpoints, and GPUs that slow down or compute wrong results instead of
 failing.
 """
 
@@ -14,27 +14,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, repeat
 
-# Grattafiori et al., 2024, The Llama 3 herd of models, 3.3.4: 419 unexpected interruptions in 54 days
-# on 16,384 H100s.
+# Grattafiori et al., 2024, The Llama 3 herd of models, 3.3.4: 419 unexpected interruptions in
+# 54 days on 16,384 H100s.
 LLAMA_3_FAILURES_PER_GPU_S = 419 / (54 * 86_400 * 16_384)
 
 MOST_EVENTS = 10_000_000
-"""The most failures and checkpoints that a simulation may expect; 400,000 of them take a second."""
+"""The limit for a simulation's expected failures and checkpoints; 400,000 take a second."""
 
 
 def mean_time_between_failures_s(
     gpus: int, failures_per_gpu_s: float = LLAMA_3_FAILURES_PER_GPU_S
 ) -> float:
-    """Return the average number of seconds between failures of a training run on ``gpus`` GPUs."""
+    """Return the mean time between failures of a training run on ``gpus`` GPUs, in seconds."""
     _check_positive(gpus=gpus, failures_per_gpu_s=failures_per_gpu_s)
     return 1 / (gpus * failures_per_gpu_s)
 
 
 def best_interval_s(checkpoint_s: float, between_failures_s: float) -> float:
-    """Return the seconds between two checkpoints that lose the least time: sqrt(2 · cost · MTBF).
+    """Return the checkpoint interval that loses the least time: sqrt(2 · checkpoint time · MTBF).
 
-    The source is Young, 1974, A first order approximation to the optimum checkpoint interval. The
-    formula holds if a checkpoint takes much less time than passes between failures.
+    The formula holds if a checkpoint takes much less time than the mean time between failures.
+    Source: Young, 1974, A first order approximation to the optimum checkpoint interval.
     """
     _check_positive(checkpoint_s=checkpoint_s, between_failures_s=between_failures_s)
     return math.sqrt(2 * checkpoint_s * between_failures_s)
@@ -43,10 +43,10 @@ def best_interval_s(checkpoint_s: float, between_failures_s: float) -> float:
 def expected_goodput(
     interval_s: float, checkpoint_s: float, restart_s: float, between_failures_s: float
 ) -> float:
-    """Return the fraction of all time that goes into training that isn't lost, from 0 to 1.
+    """Return the fraction of the total time spent on training that isn't lost, from 0 to 1.
 
-    The source is Daly, 2006, A higher order estimate of the optimum checkpoint interval for restart
-    dumps. The formula is exact for failures at a constant rate.
+    The formula is exact for failures at a constant rate. Source: Daly, 2006, A higher order
+    estimate of the optimum checkpoint interval for restart dumps.
     """
     _check_positive(interval_s=interval_s, between_failures_s=between_failures_s)
     _check_not_negative(checkpoint_s=checkpoint_s, restart_s=restart_s)
@@ -60,7 +60,7 @@ def expected_goodput(
 
 @dataclass(frozen=True)
 class Goodput:
-    """How long a training run took, and how much of that was training that wasn't lost."""
+    """The duration of a training run, and how much of it was training that wasn't lost."""
 
     training_s: float
     total_s: float
@@ -68,7 +68,7 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """The fraction of all time that went into training that wasn't lost."""
+        """The fraction of the total time spent on training that wasn't lost."""
         return self.training_s / self.total_s
 
 
@@ -92,9 +92,9 @@ def simulated(
         raise ValueError(
             f"with a failure every {between_failures_s:,.0f} s, intervals of {interval_s:,.0f} s, "
             f"checkpoints of {checkpoint_s:,.0f} s and restarts of {restart_s:,.0f} s, an interval "
-            f"completes so rarely that more than {MOST_EVENTS:,} failures or intervals are expected in "
-            f"{training_s:,.0f} s of training: choose another interval, or train for less. "
-            f"expected_goodput says {share:.3g}"
+            f"completes so rarely that more than {MOST_EVENTS:,} failures or intervals are "
+            f"expected in {training_s:,.0f} s of training: choose a different interval, or a "
+            f"shorter training run. expected_goodput returns {share:.3g}"
         )
     draws = random.Random(seed)
     failures_s = accumulate(draws.expovariate(1 / between_failures_s) for _ in repeat(None))
@@ -108,9 +108,9 @@ def with_failures_at(
     restart_s: float,
     failures_s: Iterable[float],
 ) -> Goodput:
-    """Simulate a training run with failures at given times, in seconds since its start, in order.
+    """Simulate a training run with failures at these times, in order, in seconds since its start.
 
-    A checkpoint follows each ``interval_s`` of training, with the last one at the end.
+    A checkpoint follows every ``interval_s`` of training, and the last one comes at the end.
     """
     coming = iter(failures_s)
     next_s = next(coming, math.inf)

@@ -1,17 +1,17 @@
-"""Linear layers that multiply in float8, as in torchao's and torchtitan's tensorwise recipe.
+"""Linear layers with float8 matmuls, as in the tensorwise recipe of torchao and torchtitan.
 
-Each of a layer's three matmuls takes float8 factors and returns bfloat16: the output is computed
-from input and weight (e4m3), the gradients of input and weight from the output's gradient (e5m2).
-bfloat16 tensors are scaled by their largest absolute value and cast just before the matmul. The
-input is kept for the backward pass in float8, which is the least that torch.compile finds to keep.
-A matmul needs its right factor in column-major order, which takes a transposed copy for both
-gradients.
+Each of a layer's three matmuls takes float8 operands and returns bfloat16. The output is computed
+from input and weight (e4m3); each of their gradients, from the output's gradient (e5m2) and the
+other one. bfloat16 tensors are scaled by their largest absolute value and cast right before the
+matmul. The input is saved for the backward pass in float8, the smallest form that torch.compile
+finds to save. A matmul needs its right operand in column-major order, which takes a transposed copy
+for both gradients.
 
-With tensor parallelism, a rank casts its part of a sequence, and float8 is what's gathered: the
-input of column-wise layers, and the output's gradient of row-wise ones. The largest value of a
-tensor that ranks share is reduced across them.
+With tensor parallelism, each rank casts its part of a sequence, and the gathered tensors are
+float8: the inputs of column-wise layers, and the output gradients of row-wise ones. The largest
+absolute value of a tensor that is split across ranks is reduced across them.
 
-FSDP2's all-gather in float8 is left out: here it gathers bfloat16, and each rank casts the result.
+Not modeled: FSDP2's all-gather in float8. Here, it gathers bfloat16, and each rank casts that.
 
 Sources: pytorch/ao, torchao/float8/float8_linear.py (``tensorwise``) and float8_tensor_parallel.py;
 and torchtitan, which converts every layer except the output.
@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 INPUTS, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 _SIDE = 16
-"""A layer is converted if both its sizes are multiples of this: ``torch._scaled_mm`` takes no others."""
+"""A layer is converted if both sizes are multiples of this, as ``torch._scaled_mm`` requires."""
 
-# float8 values, and the scale that they were multiplied by
+# float8 values, and the scale by which they were multiplied
 _Cast = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -37,7 +37,7 @@ class Float8Linear(nn.Linear):
     """``nn.Linear`` without bias, with matmuls in float8: (..., inputs) to (..., outputs)."""
 
     def __init__(self, weight: torch.Tensor, casts: "LastCast") -> None:
-        """``casts`` is shared by the layers of a model."""
+        """``casts`` is shared by all layers of a model."""
         outputs, inputs = weight.shape
         super().__init__(inputs, outputs, bias=False, device="meta")
         assert isinstance(weight, nn.Parameter)
@@ -49,7 +49,7 @@ class Float8Linear(nn.Linear):
 
 
 def use_float8(module: nn.Module) -> "LastCast":
-    """Convert the linear layers in a module, in place."""
+    """Convert a module's linear layers in place; return the cast that they share."""
     casts = LastCast()
     for parent in list(module.modules()):
         for name, layer in parent.named_children():
@@ -61,7 +61,7 @@ def use_float8(module: nn.Module) -> "LastCast":
 class LastCast:
     """The float8 version of the tensor that was cast last.
 
-    If several layers in a row get the same tensor, it's cast once, as in compiled code.
+    If consecutive layers get the same tensor, it's cast only once, as in compiled code.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        sent, sent_scale = ctx.casts.of(gradient, GRADIENTS)  # before recomputation casts others
+        # First, before recomputation casts other tensors.
+        sent, sent_scale = ctx.casts.of(gradient, GRADIENTS)
         values, scale, weight = ctx.saved_tensors
         rows = sent.flatten(0, -2), sent_scale
         of_input = _multiply(rows, _by_columns(_cast(weight, INPUTS)))
@@ -128,7 +129,7 @@ def _by_columns(cast: _Cast) -> _Cast:
 
 
 def gather_input(module: nn.Module, casts: LastCast) -> None:
-    """Gather a module's first argument, (B, S, width), of which each rank has a part of S."""
+    """Gather a module's first argument, (B, S, width), which is sharded along S."""
 
     def gathered(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         values, scale = _gathered(_cast(arguments[0].detach(), INPUTS))
@@ -140,12 +141,12 @@ def gather_input(module: nn.Module, casts: LastCast) -> None:
 
 
 def scatter_output(module: nn.Module, mesh: DeviceMesh, casts: LastCast) -> None:
-    """Scatter a linear layer's output, a sum over ranks, along S; its gradient is gathered."""
+    """Reduce-scatter a linear layer's output along S; gather its gradient in backward."""
     module.register_forward_hook(lambda module, _, output: _Scattered.apply(output, mesh, casts))
 
 
 class _Gathered(torch.autograd.Function):
-    """Stands in for a gathered tensor, without values, since matmuls use its float8 version."""
+    """A placeholder for a gathered tensor, without its values: matmuls use its float8 version."""
 
     @staticmethod
     def forward(ctx, x, scale, size):

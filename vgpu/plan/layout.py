@@ -1,7 +1,7 @@
-"""How ranks divide a transformer: degrees of parallelism, their groups and hosts, pipeline stages.
+"""How ranks share a transformer: degrees of parallelism, their groups and hosts, pipeline stages.
 
 The degrees have torchtitan's names: ``pp``, ``dp_replicate``, ``dp_shard``, ``cp`` and ``tp``.
-parallel_model.py has PyTorch's code for each of them.
+parallel_model.py has the PyTorch code for each of them.
 """
 
 import functools
@@ -17,7 +17,7 @@ from vgpu.plan.transformer import TransformerSizes, check_count
 
 RECOMPUTE = ("none", "selective", "full")
 """What backward recomputes in a block: nothing, everything but attention and every second matmul
-(torchtitan's "selective op"), or everything (activation checkpointing).
+(torchtitan's "selective op"), or everything (full activation checkpointing).
 """
 
 REDUCE = ("float32", "bfloat16")
@@ -28,34 +28,31 @@ REDUCE = ("float32", "bfloat16")
 class Layout:
     """Degrees of parallelism; their product is the number of ranks.
 
-    The ranks of ``tp``, which communicate most often, are neighbors; then come ``cp``,
-    ``dp_shard``, ``dp_replicate`` and ``pp``.
+    The ``tp`` ranks, which communicate most often, are neighbors; then come ``cp``, ``dp_shard``,
+    ``dp_replicate`` and ``pp``.
     """
 
     dp_replicate: int = 1
     """Groups of ranks that hold the same parameters and compute on different samples."""
     dp_shard: int = 1
-    """Ranks among which FSDP2 shards parameters, gradients and optimizer state."""
+    """Ranks across which FSDP2 shards parameters, gradients and optimizer state."""
     tp: int = 1
     """Ranks that compute each layer together (tensor and sequence parallelism)."""
     pp: int = 1
-    """Pipeline stages: groups of ranks, each with consecutive layers."""
+    """Groups of ranks, each with its own pipeline stage, or stages if there are chunks."""
     cp: int = 1
-    """Ranks that share each sequence (context parallelism); FSDP2 shards among them, too."""
+    """Ranks that share each sequence (context parallelism); FSDP2 shards across them, too."""
     ep: int = 1
-    """Neighboring ranks of ``dp_shard`` and ``cp`` that hold different experts; adds no ranks."""
+    """Neighboring ``dp_shard`` and ``cp`` ranks that hold different experts; adds no ranks."""
 
     def __post_init__(self) -> None:
         for name, degree in vars(self).items():
             check_count(name, degree)
         if self.shards % self.ep:
-            raise ValueError(
-                f"{self.ep} ranks with different experts (ep) must divide the {self.shards} ranks of "
-                f"dp_shard and cp"
-            )
+            raise ValueError(f"ep = {self.ep} must divide dp_shard × cp = {self.shards}")
         if self.ep > 1 and self.tp > 1:
             raise ValueError(
-                "experts aren't supported with tensor parallelism: give ep or tp, not both"
+                "experts aren't supported with tensor parallelism: set ep or tp, not both"
             )
 
     @property
@@ -68,30 +65,29 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """The number of ranks among which parameters are sharded: those of ``dp_shard`` and ``cp``."""
+        """The number of ranks across which parameters are sharded: ``dp_shard`` times ``cp``."""
         return self.dp_shard * self.cp
 
     @property
     def dp(self) -> int:
-        """The number of parts into which a batch is divided; ranks of ``tp`` and ``cp`` see the
-        same samples.
-        """
+        """The number of parts of a batch; ``tp`` and ``cp`` ranks work on the same part."""
         return self.dp_replicate * self.dp_shard
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """Return the default process group's ranks, with a dimension for each degree; ``pp`` must be 1.
+        """Return a mesh of all ranks, with dimensions ``dp_replicate``, ``dp_shard`` and ``tp``.
 
-        ``cp`` is part of ``dp_shard``, because FSDP2 shards among both.
+        If ``pp`` is above 1, it comes first. ``cp`` is part of ``dp_shard``, because FSDP2 shards
+        across both.
         """
         return self._mesh(device_type, {"dp_shard": self.shards, "tp": self.tp})
 
     def context_mesh(self, device_type: str) -> DeviceMesh:
-        """Return the ranks that share sequences with this one."""
+        """Return a mesh of the ranks that share sequences with this one."""
         degrees = {"dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
         return self._mesh(device_type, degrees)["cp"]
 
     def expert_mesh(self, device_type: str) -> DeviceMesh:
-        """Return a mesh for experts: each part's ranks as dp_replicate and dp_shard, and those of ``ep``."""
+        """Return a mesh for experts: only ranks that differ in ``ep`` have different experts."""
         return self._mesh(device_type, {"dp_shard": self.shards // self.ep, "ep": self.ep})
 
     def _mesh(self, device_type: str, of_replica: dict[str, int]) -> DeviceMesh:
@@ -120,8 +116,7 @@ def check_tp(sizes: TransformerSizes, tp: int, sequence: int | None = None) -> N
     if uneven:
         largest = math.gcd(*divided.values())
         raise ValueError(
-            f"{tp} ranks can't share a layer evenly: {', '.join(uneven)}; they must be divisible by "
-            f"{largest}"
+            f"{tp} ranks can't share a layer evenly: {', '.join(uneven)}; tp must divide {largest}"
         )
 
 
@@ -129,7 +124,7 @@ def check_tp(sizes: TransformerSizes, tp: int, sequence: int | None = None) -> N
 
 
 def groups(sizes: Mapping[str, int], *dimensions: str) -> list[list[int]]:
-    """Return the groups along one dimension, or along several together, each as a list of ranks.
+    """Return the groups along one dimension, or several combined, each as a list of ranks.
 
     ``sizes`` has the size of each dimension, starting with the one whose ranks are neighbors, which
     is the last in ``DeviceMesh``.
@@ -147,7 +142,7 @@ def groups(sizes: Mapping[str, int], *dimensions: str) -> list[list[int]]:
 
 
 def placement(ranks: Iterable[int], gpus_per_host: int) -> tuple[int, ...]:
-    """Count these ranks on each of their hosts, fewest first; 0 GPUs per host means all on one host."""
+    """Count the ranks on each of their hosts, fewest first; 0 GPUs per host means a single host."""
     return tuple(
         sorted(Counter(r // gpus_per_host if gpus_per_host else 0 for r in ranks).values())
     )
@@ -155,7 +150,7 @@ def placement(ranks: Iterable[int], gpus_per_host: int) -> tuple[int, ...]:
 
 @functools.cache
 def check_hosts(layout: Layout, gpus_per_host: int) -> None:
-    """Raise ValueError if groups of one kind are placed differently on hosts.
+    """Raise ValueError if groups of the same kind are placed differently on hosts.
 
     Some groups would be slower than others, and no single rank would show how long a step takes.
     """
@@ -167,14 +162,14 @@ def check_hosts(layout: Layout, gpus_per_host: int) -> None:
         parts = {"ep": layout.ep, "dp_shard": layout.shards // layout.ep}
         parts["others"] = layout.dp_replicate * layout.pp
         kinds["ep"] = groups(parts, "ep")
-        kinds["dp_shard of experts"] = groups(parts, "dp_shard")
+        kinds["the experts' dp_shard"] = groups(parts, "dp_shard")
     for name, several in kinds.items():
         ways = sorted({placement(group, gpus_per_host) for group in several})
         if len(ways) > 1:
             raise ValueError(
-                f"{layout} places groups of {name} differently: one has {ways[0]} ranks on its "
-                f"hosts of {gpus_per_host} GPUs, another {ways[-1]}. Let the degrees divide "
-                f"{gpus_per_host}, or be multiples of it"
+                f"{layout} places {name} groups differently: one has {ways[0]} ranks on its hosts "
+                f"of {gpus_per_host} GPUs, another {ways[-1]}. Choose degrees that divide "
+                f"{gpus_per_host} or are multiples of it"
             )
 
 
@@ -188,22 +183,22 @@ class StageLayers(NamedTuple):
     first: bool
     """Whether it has the embedding."""
     last: bool
-    """Whether it has the last norm and the output."""
+    """Whether it has the final norm and the output."""
 
 
 def split_layers(layers: int, stages: int) -> list[StageLayers]:
-    """Return the stages of a transformer with ``layers`` layers, as torchtitan divides it.
+    """Return the stages of a transformer with ``layers`` layers, divided as in torchtitan.
 
-    The embedding and the output each count as a layer, and a remainder goes to the first stages. So
-    Llama 405B, whose 126 layers aren't divisible by 8, has 15 layers in the first and last of 8
-    stages and 16 in the others. Raises ValueError for more stages than layers.
+    The embedding and the output each count as a layer, and the first stages get one more layer if
+    there's a remainder. For example, Llama 405B has 126 layers: in 8 stages, the first and the last
+    have 15 layers, and the others 16. Raises ValueError for more stages than layers.
 
     Source: ``_generate_llm_fqn_per_model_part`` in torchtitan/distributed/pipeline_parallel.py; the
     version of December 2024, ``generate_split_points``, gives the same stages there.
     """
     if stages > layers:
         raise ValueError(
-            f"{stages} stages of a pipeline are too many for a model of {layers} layers: at most "
+            f"{stages} pipeline stages are too many for a model with {layers} layers: use at most "
             f"{layers}"
         )
     if stages == 1:

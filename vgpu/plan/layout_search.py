@@ -1,12 +1,12 @@
 """Tries every layout of a model on a cluster, and finds the fastest of those that fit.
 
-Each plan is recorded with a few layers and extrapolated. For Llama 70B, that matched the whole
-model's time and allocated bytes to within 0.01 % wherever both were computed. What the allocator
-reserves grows in steps and can't be extrapolated, so the best plans are also predicted in full.
+Each plan is recorded with a few layers and extrapolated. For Llama 70B, that matched the full
+model's time and allocated bytes to within 0.01% wherever both were computed. Reserved memory grows
+in jumps and can't be extrapolated, so the best plans are also predicted in full.
 
-Layouts are independent, so several processes try them at once. They are forked from the forkserver
-of ``launch.run``, which has imported torch; so this also works from a notebook, and from a script
-without an ``if __name__ == "__main__"``.
+Layouts are independent, so multiple processes try them at once. The processes are forked from the
+forkserver of ``launch.run``, which has already imported torch, so this also works in a notebook,
+and in a script without ``if __name__ == "__main__"``.
 """
 
 import dataclasses
@@ -40,11 +40,11 @@ from vgpu.units import format_bytes
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 _STATE_TOO_LARGE = "parameters and optimizer state alone are too large"
-_ACTIVATIONS_TOO_LARGE = "activations are too large, by estimate"
-_ALLOCATED = "allocates more than a GPU has"
-_RESERVED = "reserves more than a GPU has"
-_MORE_WORK = "recomputes or regathers, though it fits without"
-_SMALLER = "a larger batch fits, with no more recomputing or regathering"
+_ACTIVATIONS_TOO_LARGE = "activations are too large, according to an estimate"
+_ALLOCATED = "allocates more memory than a GPU has"
+_RESERVED = "reserves more memory than a GPU has"
+_MORE_WORK = "recomputes or regathers, but fits without that"
+_SMALLER = "a larger batch fits without more recomputation or regathering"
 
 
 @dataclasses.dataclass
@@ -57,11 +57,11 @@ class Candidate:
     seconds: float | None = None
     allocated_bytes: int | None = None
     step: Step | None = None
-    """Set only for a plan that was predicted in full; then the figures are the step's."""
+    """Set only for a plan that was predicted in full; time and bytes are then the step's."""
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The tokens/s of one GPU; None for a plan that wasn't timed."""
+        """The tokens/s per GPU; None for a plan that wasn't timed."""
         if self.seconds is None:
             return None
         return self.plan.tokens / self.plan.layout.ranks / self.seconds
@@ -73,19 +73,22 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """All plans. Printed, it shows the best ten, and why the others were ruled out."""
+    """All plans of a search.
+
+    When printed, it shows the ten best, and why the others were ruled out.
+    """
 
     candidates: list[Candidate]
 
     @property
     def best(self) -> list[Candidate]:
-        """The plans that fit, fastest first; that's certain only for those with a ``step``."""
+        """The plans that fit, fastest first; only those with a ``step`` are certain to fit."""
         fitting = [one for one in self.candidates if not one.reason]
         return sorted(fitting, key=lambda one: -(one.tokens_per_s or 0))
 
     @property
     def reasons(self) -> dict[str, int]:
-        """The reasons why the other plans were ruled out, with the number of plans for each."""
+        """Why the other plans were ruled out, with the number of plans for each reason."""
         return dict(Counter(one.reason for one in self.candidates if one.reason).most_common())
 
     def __str__(self) -> str:
@@ -115,30 +118,30 @@ def search(
 ) -> SearchResult:
     """Find all valid plans for the model, GPUs and network of ``plan``, and their speed.
 
-    Layout, batch, recomputation and ``reshard_after_forward`` are searched; ``cp`` is kept. Batches
-    are powers of two, and ``sequences`` is the maximum per step, over all GPUs. Starting with the
-    fastest, plans are predicted in full, two at a time, until the fastest of all fits. ``processes``
-    try layouts at once, by default as many as cores and memory allow; the result doesn't depend on
-    that. ``costs`` are as for ``predict``. Gradients aren't accumulated, the ranks of ``tp`` are
-    neighbors in one host, and pipelines aren't tried. Raises ValueError for a plan with stages, for
-    less than one process, and for fewer sequences than any layout takes. Raises RuntimeError if a
-    process dies.
+    Layout, batch, recomputation and ``reshard_after_forward`` are searched; ``cp`` and ``ep`` stay
+    as they are. Batches are powers of two, and ``sequences`` is the maximum per step, across all
+    GPUs. Starting with the fastest, plans are predicted in full, two at a time, until the fastest
+    one fits. ``processes`` is the number of processes that try layouts, by default as many as cores
+    and memory allow; it doesn't affect the result. ``costs`` are as for ``predict``. The ``tp``
+    ranks are neighbors within one host; neither gradient accumulation nor pipelines are tried.
+    Raises ValueError for a plan with a pipeline, for fewer than one process, and for fewer
+    sequences than any layout takes. Raises RuntimeError if a process dies.
     """
     for name, count in (("sequences", sequences), ("processes", processes)):
         if count is not None:
             check_count(name, count)
     if plan.layout.pp > 1:
         raise ValueError(
-            f"a search doesn't try pipelines, and this layout has {plan.layout.pp} stages: leave "
-            "them out, or predict plans with stages one by one"
+            f"a search doesn't try pipelines, and this layout has pp = {plan.layout.pp}: leave it "
+            "out, or predict plans with pipelines one by one"
         )
     plan, costs = plan.taking(costs)
     candidates = [Candidate(other) for other in _plans(plan, sequences)]
     if not candidates:
         least = min(other.layout.dp for other in _plans(plan, None))
         raise ValueError(
-            f"no layout of {plan.layout.ranks} GPUs takes as few as {sequences} sequences per step: at "
-            f"least {least}, one on each data-parallel rank"
+            f"no layout of {plan.layout.ranks} GPUs takes as few as {sequences} sequences per "
+            f"step: use at least {least}, one per data-parallel rank"
         )
     for one in candidates:
         one.reason = _too_large_on_paper(one.plan)
@@ -174,7 +177,7 @@ def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
             changes: dict[str, Any] = {"recompute": recompute, "reshard_after_forward": again}
             try:
                 other = dataclasses.replace(plan, layout=layout, batch=batch, **changes)
-            except ValueError:  # the model's heads or the hosts may not be divisible
+            except ValueError:  # heads may not be divisible, or hosts not filled
                 continue
             yield other
 
@@ -200,7 +203,7 @@ def _too_large_on_paper(plan: Plan) -> str:
 
 
 def _tried(group: list[Candidate], **costs: Any) -> list[Candidate]:
-    """Try the plans of one layout, which share two models with a few layers."""
+    """Try the plans of one layout; they share two models with a few layers."""
     plan = group[0].plan
     few = LAYERS if plan.sizes.layers > LAYERS[0] else (plan.sizes.layers,)
     with on_cluster(plan):
@@ -215,7 +218,7 @@ def _tried(group: list[Candidate], **costs: Any) -> list[Candidate]:
 
 
 def _known(plan: Plan, earlier: list[Candidate]) -> str:
-    """Return what other plans of the same layout say about a plan.
+    """Return why other plans of the same layout rule out a plan, or "" if they don't.
 
     This assumes that recomputing and regathering less takes no less memory and no more time, and
     that a larger batch takes more memory and less time per token.
@@ -248,7 +251,7 @@ def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, A
             return
         seconds.append(step.seconds)
         sizes_bytes.append(step.allocated_bytes)
-    if len(ranks) == 1:  # a small model was recorded with all its layers
+    if len(ranks) == 1:  # a small model was recorded with all of its layers
         (one.seconds,), (one.allocated_bytes,) = seconds, sizes_bytes
     else:
         one.seconds = extrapolated(plan.sizes.layers, *seconds)
@@ -258,7 +261,7 @@ def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, A
 
 
 def _confirm(result: SearchResult, costs: dict[str, Any], processes: int, bar: Any) -> None:
-    """Predict plans in full, the two fastest at once, until the fastest of all fits."""
+    """Predict plans in full, the two fastest at once, until the fastest one fits."""
     while (best := result.best) and best[0].step is None:
         unsure = [one for one in best[:2] if one.step is None]
         bar.total += len(unsure)
@@ -276,7 +279,7 @@ def _confirm(result: SearchResult, costs: dict[str, Any], processes: int, bar: A
 def _try_left_out(
     refused: Candidate, result: SearchResult, costs: dict[str, Any], bar: Any
 ) -> None:
-    """Try the plans that were left out because a plan seemed to fit that doesn't."""
+    """Try the plans that were skipped because another plan seemed to fit, but doesn't."""
     group = [one for one in result.candidates if one.plan.layout == refused.plan.layout]
     for other in group:
         if other.reason in (_MORE_WORK, _SMALLER) and other.plan.batch <= refused.plan.batch:
@@ -286,20 +289,20 @@ def _try_left_out(
         _try([group], costs, 1, bar)
 
 
-# Several processes
+# Multiple processes
 
 WORKER_BYTES = 2**30
-"""Free memory per process. Predicting 80 layers takes a tenth of that, or half if torch isn't shared."""
+"""Free memory per process; 80 layers take a tenth of that, or half if torch isn't shared."""
 
 
 def at_once() -> int:
-    """Return how many processes this machine's cores and free memory allow; at least 1."""
+    """Return how many processes this machine's cores and free memory allow, at least 1."""
     free_bytes = psutil.virtual_memory().available
     return max(1, min(launcher.cores(), free_bytes // WORKER_BYTES))
 
 
 def _try(groups: list[list[Candidate]], costs: dict[str, Any], processes: int, bar: Any) -> None:
-    """Compute the time and bytes of plans; each group has one layout."""
+    """Compute the time and bytes of plans; the plans in a group have the same layout."""
     for number, tried in _computed(_tried, [(group,) for group in groups], costs, processes):
         for one, result in zip(groups[number], tried, strict=True):
             vars(one).update(vars(result))
@@ -312,14 +315,14 @@ def _computed(
     costs: dict[str, Any],
     processes: int,
 ) -> Iterator[tuple[int, Any]]:
-    """Call the function for each task; yield each task's number and result, in order of completion."""
+    """Call the function for each task; yield the tasks' indices and results as they complete."""
     processes = min(processes, len(tasks))
     if processes <= 1:
         for number, task in enumerate(tasks):
             yield number, function(*task, **costs)
         return
     starts = context()
-    # Nothing is written to this pipe: the message is that it's closed, or that its only writer is gone.
+    # Nothing is written to this pipe: workers exit once it's closed, or its only writer is gone.
     reader, writer = starts.Pipe(duplex=False)
     with reader, writer, ProcessPoolExecutor(processes, starts, _begin, (reader,)) as pool:
         try:
@@ -332,17 +335,17 @@ def _computed(
                 yield number_of[future], future.result()
         except BrokenProcessPool as error:
             raise RuntimeError(
-                "a process that was predicting plans died, perhaps for lack of memory "
+                "a worker process died while predicting plans, perhaps for lack of memory "
                 f"({format_bytes(psutil.virtual_memory().available)} are free now): with "
-                "processes=1, this process predicts them all by itself"
+                "processes=1, this process predicts all plans itself"
             ) from error
         except BaseException:
-            writer.close()  # so that no process continues
+            writer.close()  # so that all workers exit
             raise
 
 
 def _begin(reader: Connection) -> None:
-    """In a new process, compute with one thread, and exit when nothing can write to ``reader`` any more."""
+    """Set up a worker: compute with one thread, and exit when ``reader`` has no writer anymore."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl+C
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(reader,), daemon=True).start()

@@ -1,17 +1,17 @@
-"""Predicts Megatron-LM's training runs, from one layer timed on one rank and a simulated schedule.
+"""Predicts Megatron-LM's step times from one layer, timed on one rank, and a simulated schedule.
 
-Narayanan et al., 2021, Efficient large-scale language model training on GPU clusters: hosts with 8
-A100s with 80 GB, NVLink 3, and eight 200 Gb/s InfiniBand adapters; float16, sequence 2048. ``Run``
-also has options for what later runs do differently.
+Narayanan et al., 2021, Efficient large-scale language model training on GPU clusters: hosts with
+eight 80 GB A100s, NVLink 3, and eight 200 Gb/s InfiniBand adapters; float16, sequence length 2048.
+``Run`` also has options for later runs.
 
-A layer (megatron_layers.py), the embedding, the loss and the optimizer's step are recorded as one
+A layer (megatron_layers.py), the embedding, the loss and the optimizer's step are recorded on one
 rank of the tensor-parallel group, with elementwise chains fused as in Megatron-LM's kernels. Each
-takes as long as the GPU needs, and longer if the host needs about as long or more: see ``CALL_S``.
-The stages run the schedules of ``vgpu.plan.schedules``; a rank's neighbors are in its
-tensor-parallel group, then come data-parallel ranks, then stages. A stage that sends waits until
-the message has arrived, as in Megatron-LM in 2021, over all adapters of the host at once (4.1
-there). Then come the exposed all-reduce of gradients and the optimizer; ``shards_optimizer`` and
-``overlaps`` work as in Megatron-Core's distributed optimizer.
+takes its GPU time, or more if its host time is about as long or longer: see ``CALL_S``. The stages
+run the schedules of ``vgpu.plan.schedules``; the ranks of a tensor-parallel group are neighbors,
+then come data-parallel ranks, then stages. A sending stage waits until the message has arrived, as
+in Megatron-LM in 2021; a message uses all of the host's adapters at once (section 4.1 of the
+paper). Then come the exposed all-reduce of gradients and the optimizer's step; ``shards_optimizer``
+and ``overlaps`` work as in Megatron-Core's distributed optimizer.
 
 Matmuls whose tiles don't fill the GPU take longer, as in ``vgpu/time/costs.py``. Not modeled:
 the all-reduce of the embedding's gradients between the first and last stage, and which algorithm
@@ -40,18 +40,17 @@ GPU = dataclasses.replace(
 NETWORK = "InfiniBand HDR"
 FULL, SELECTIVE, NOTHING = ("full", False), ("selective", True), ("none", True)
 GPUS_PER_HOST = 8
-_NO_LIMIT_BYTES = (
-    2**50
-)  # layers of the largest models are also recorded undivided, to count their calls
+# The largest models' layers are also recorded undivided, to count their calls.
+_NO_LIMIT_BYTES = 2**50
 
 # Host seconds per kernel that a layer launches, including everything that Python does for it:
 # modules, views, autograd's nodes, recomputation. On one core of an EPYC, one of these layers with
-# tiny tensors on the CPU took 2.5 to 2.9 ms, forward and backward with full recomputation. On a GPU,
-# these are 60 kernels, each of which takes about 4 µs more to launch.
+# tiny tensors on the CPU took 2.5 to 2.9 ms, forward and backward with full recomputation. On a
+# GPU, it launches 60 kernels, and each launch takes about 4 µs more.
 CALL_S = 50e-6
 # Kernels per micro-batch in addition to those recorded: tokens, labels and masks are created and
-# sent between ranks (get_batch in pretrain_gpt.py), an embedding masks other ranks' tokens, losses
-# are averaged.
+# sent between ranks (get_batch in pretrain_gpt.py), the embedding masks other ranks' tokens, and
+# losses are averaged.
 BATCH_CALLS = 30
 
 
@@ -65,13 +64,15 @@ class Run(NamedTuple):
     gpus: int
     batch: int
     micro_batch: int
-    kept: tuple[str, bool] = FULL  # what's recomputed, and whether it's split along the sequence
-    beside: bool = False  # whether sums of gradients overlap with the next matmul
+    # What's recomputed, and whether activations are split along the sequence.
+    kept: tuple[str, bool] = FULL
+    beside: bool = False  # whether input gradients' all-reduces overlap with the next matmul
     flash: bool = False  # whether attention is one fused kernel
     dropout: float = DROPOUT
     shards_optimizer: bool = False  # across data-parallel ranks (ZeRO-1)
-    overlaps: bool = False  # whether backward hides the gradients' sums, and forward the gathers
-    gradient_bytes: int = 2  # of each gradient when it's summed
+    # Whether gradient reductions overlap with backward, and parameter gathers with forward.
+    overlaps: bool = False
+    gradient_bytes: int = 2  # per element of a gradient, in the reduction
     gpu: vgpu.GPUSpec = GPU
     network: str = NETWORK
 
@@ -90,9 +91,9 @@ class Run(NamedTuple):
 
     @property
     def flop(self) -> float:
-        """The FLOPs of a step with recomputation, as the papers count them: with all scores."""
+        """The FLOPs of a step with recomputation, as in the papers: with all attention scores."""
         sizes, tokens = self.sizes, self.batch * self.sizes.sequence
-        scores = 4 * sizes.sequence * sizes.width  # of two matmuls, per token and layer
+        scores = 4 * sizes.sequence * sizes.width  # two matmuls, per token and layer
         layer = 2 * sizes.layer_products + scores
         again = {"full": layer, "selective": scores, "none": 0}[self.kept[0]]
         output = 2 * sizes.vocabulary * sizes.width
@@ -102,7 +103,7 @@ class Run(NamedTuple):
 class Published(NamedTuple):
     name: str
     run: Run
-    tera: float  # TFLOP/s of one GPU
+    tera: float  # TFLOP/s per GPU
 
 
 ROWS = (
@@ -137,7 +138,7 @@ class RecordedParts(NamedTuple):
 
 
 def recorded(run: Run) -> RecordedParts:
-    """Record a rank's layer, embedding and loss, independent of the number of layers and ranks."""
+    """Record a rank's layer, embedding and loss, regardless of the number of layers and ranks."""
     return _recorded(
         run._replace(sizes=run.sizes._replace(layers=1), pp=1, chunks=1, gpus=run.tp, batch=1)
     )
@@ -178,7 +179,7 @@ def _recorded(run: Run) -> RecordedParts:
 
 
 def _both_ways(module: nn.Module, *inputs: torch.Tensor, fuses: bool = True) -> Recorded:
-    """Record the second micro-batch, which adds to the gradients of the first."""
+    """Record the second micro-batch, which accumulates into the first one's gradients."""
 
     def backward(output: torch.Tensor) -> None:
         output.backward(torch.empty_like(output) if output.dim() else None)
@@ -195,7 +196,10 @@ def _both_ways(module: nn.Module, *inputs: torch.Tensor, fuses: bool = True) -> 
 
 
 def _update(parameters: list[nn.Parameter]) -> vgpu.Timeline:
-    """Record an update in mixed precision: gradients are unscaled and clipped, Adam updates a float32 copy."""
+    """Record an update in mixed precision.
+
+    Gradients are unscaled and clipped, and Adam updates float32 copies of the parameters.
+    """
     copies = [nn.Parameter(parameter.detach().float()) for parameter in parameters]
     adam = torch.optim.AdamW(copies, fused=True)
     inverse_scale = torch.ones(1, device="vgpu")
@@ -210,14 +214,14 @@ def _update(parameters: list[nn.Parameter]) -> vgpu.Timeline:
             for copy, parameter in zip(copies, parameters, strict=True):
                 parameter.copy_(copy)
 
-    update()  # creates Adam's averages
+    update()  # creates Adam's moments
     with vgpu.record(fuses=True) as timeline:
         update()
     return timeline
 
 
 class Shares(NamedTuple):
-    """Shares of the GPU's peaks, and how much GPUs differ in arithmetic (``CostModel.speed_spread``)."""
+    """Shares of the GPU's peaks, and how much GPUs differ in speed (``CostModel.speed_spread``)."""
 
     arithmetic: float
     memory: float
@@ -227,14 +231,14 @@ class Shares(NamedTuple):
 def _check(run: Run) -> None:
     ranks, samples = run.tp * run.pp, run.dp * run.micro_batch
     if run.gpus % ranks:
-        raise ValueError(f"{run.gpus} GPUs can't be divided into TP {run.tp} × PP {run.pp}")
+        raise ValueError(f"{run.gpus} GPUs aren't divisible by TP {run.tp} × PP {run.pp}")
     if run.batch % samples:
         raise ValueError(
-            f"a batch of {run.batch} can't be divided into micro-batches of {run.micro_batch} on each "
-            f"of {run.dp} data-parallel ranks"
+            f"a batch of {run.batch} can't be divided evenly into micro-batches of "
+            f"{run.micro_batch} on each of {run.dp} data-parallel ranks"
         )
     if run.sizes.key_value_heads is not None and not run.flash:
-        raise ValueError("grouped queries need fused attention: give flash=True")
+        raise ValueError("grouped-query attention needs fused attention: pass flash=True")
     if run.tp > GPUS_PER_HOST and run.tp % GPUS_PER_HOST:
         raise ValueError(f"TP {run.tp} doesn't fill hosts of {GPUS_PER_HOST} GPUs")
 
@@ -246,7 +250,7 @@ class _Seconds(NamedTuple):
 
 
 def step_s(run: Run, shares: Shares) -> float:
-    """Return the seconds per step of the whole run."""
+    """Return the run's seconds per step."""
     _check(run)
     parts = recorded(run)
     layer, embedding, loss = (
@@ -277,11 +281,11 @@ def step_s(run: Run, shares: Shares) -> float:
 
 
 def _seconds(part: Recorded, whole: Recorded, run: Run, shares: Shares) -> _Seconds:
-    """Return the seconds for what the GPU and, at the same time, the host do.
+    """Return the seconds of a part's forward, backward and update, on GPU and host together.
 
-    ``whole`` is the same part without tensor parallelism, which launches the same kernels. The
-    recording of ``part`` has a few more, since collectives interrupt chains of elementwise
-    operations there, and Megatron-LM's own fused kernels aren't longer than that.
+    ``whole`` is the same part without tensor parallelism. In Megatron-LM, it launches the same
+    kernels as ``part``. In the recordings, ``part`` has a few more: collectives break up fused
+    chains of elementwise operations, but Megatron-LM's own fused kernels are too short for that.
     """
 
     def beside_host(
@@ -303,7 +307,7 @@ def _seconds(part: Recorded, whole: Recorded, run: Run, shares: Shares) -> _Seco
         return _beside(again.makespan_s, calls * call_s)
 
     python_s = vgpu.CostModel(run.gpu).python_launch_s
-    # A separate kernel adds each gradient to the earlier ones; in the recording they were fused.
+    # A separate kernel accumulates each gradient; in the recording, it's fused with others.
     return _Seconds(
         beside_host(part.forward, whole.forward, CALL_S),
         beside_host(part.backward, whole.backward, CALL_S, part.tensors),
@@ -312,11 +316,11 @@ def _seconds(part: Recorded, whole: Recorded, run: Run, shares: Shares) -> _Seco
 
 
 def _beside(gpu_s: float, host_s: float) -> float:
-    """Return the seconds for GPU and host, which sometimes wait for each other.
+    """Return the combined time of GPU and host, which sometimes wait for each other.
 
-    So neither fully hides the other. That's the larger time if they differ a lot and, by assumption,
-    26 % more if they're equal: calls and kernels vary, and the ranks of a tensor-parallel group wait
-    for the last one.
+    Neither fully hides the other, because calls and kernels vary, and the ranks of a
+    tensor-parallel group wait for the last one. The result is the larger time if the two differ a
+    lot and, by assumption, 26% more if they're equal.
     """
     return (gpu_s**3 + host_s**3) ** (1 / 3)
 
@@ -324,7 +328,7 @@ def _beside(gpu_s: float, host_s: float) -> float:
 def _summed_s(
     run: Run, costs: vgpu.CostModel, parameters: int, forward_s: float, backward_s: float
 ) -> float:
-    """Return how long a step waits for data-parallel ranks to sum gradients and gather parameters."""
+    """Return the exposed seconds of gradient reductions and parameter gathers across dp ranks."""
     ranks = range(0, run.dp * run.tp, run.tp)
     gradients_bytes = run.gradient_bytes * parameters
     gathered_s = 0.0
@@ -333,15 +337,15 @@ def _summed_s(
         gathered_s = costs.group_time_s("all_gather", 2 * parameters, ranks)
     else:
         summed_s = costs.group_time_s("all_reduce", gradients_bytes, ranks)
-    if run.overlaps:  # during a micro-batch's last backward and first forward
+    if run.overlaps:  # with the last micro-batch's backward and the first one's forward
         return max(0.0, summed_s - backward_s) + max(0.0, gathered_s - forward_s)
     return summed_s + gathered_s
 
 
 def _transfer_s(run: Run, costs: vgpu.CostModel) -> float:
-    """Return the seconds until each rank's part has reached the next stage's host and been gathered."""
+    """Return the seconds to send each rank's part to the next stage and gather the parts there."""
     whole_bytes = 2 * run.sizes.sequence * run.micro_batch * run.sizes.width
-    following = run.dp * run.tp  # the rank in the next stage
+    following = run.dp * run.tp  # rank 0's counterpart in the next stage
     if len(costs.hosts_of([0, following])) == 1:
         return costs.group_time_s("send", whole_bytes, [0, following])
     part_s = costs.group_time_s("send", whole_bytes // run.tp, [0, following])
@@ -356,7 +360,7 @@ def tera(run: Run, shares: Shares) -> float:
 
 
 def fitted(run: Run, seconds: float, memory: float, speed_spread: float = 0.0) -> Shares:
-    """Return the share of arithmetic at which the run takes ``seconds`` per step."""
+    """Return the shares, with arithmetic fitted so that the run takes ``seconds`` per step."""
 
     def at(arithmetic: float) -> Shares:
         return Shares(arithmetic, memory, speed_spread)

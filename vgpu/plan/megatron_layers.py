@@ -1,12 +1,12 @@
-"""Megatron-LM's layers, as one rank of a tensor-parallel group has them.
+"""Megatron-LM's layers, on one rank of a tensor-parallel group.
 
-They're as in NVIDIA/Megatron-LM at the time of Narayanan et al., 2021, and Korthikanti et al.,
-2022. Activations are (sequence, micro-batch, width), so that heads are views; queries, keys and
-values come from one matmul; the mask is part of the softmax kernel and costs nothing here; there's
-dropout after the softmax and after both halves of a layer. With sequence parallelism, a column
-matmul keeps its own part of the input, and gathers the others' again in the backward pass, during
-the other matmul. Options cover later versions: fused attention, grouped queries, SwiGLU, and no
-dropout.
+They match NVIDIA/Megatron-LM at the time of Narayanan et al., 2021, and Korthikanti et al., 2022.
+Activations are (sequence, micro-batch, width), so heads are views; queries, keys and values come
+from one matmul; the mask is part of the softmax kernel and costs nothing here; dropout follows the
+softmax and both halves of a layer. With sequence parallelism, a column-parallel matmul saves only
+its own part of the input, and gathers the other parts again in the backward pass, while the input's
+gradient is computed. Options cover later versions: fused attention, grouped-query attention,
+SwiGLU, and no dropout.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class GPTSizes(NamedTuple):
 
     @property
     def key_value_width(self) -> int:
-        """The width of all key heads, or all value heads, side by side."""
+        """The total width of all key heads, or of all value heads."""
         return self.head_width * (self.key_value_heads or self.heads)
 
     @property
@@ -52,9 +52,9 @@ class GPTSizes(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """The number of all parameters, with biases, norms and positions.
+        """The total number of parameters, including biases, norms and positions.
 
-        For GPT, it's equation 2 of Narayanan et al.
+        For GPT, this is equation 2 of Narayanan et al., 2021.
         """
         up = (2 if self.gated else 1) * self.feed_forward_width
         biases = 2 * self.width + 2 * self.key_value_width + self.width + up
@@ -69,7 +69,7 @@ class Recipe:
     group: dist.ProcessGroup  # the ranks that share each tensor
     recompute: str = "full"  # or "selective", for attention only, or "none"
     sequence_parallel: bool = False
-    beside: bool = True  # whether sums of gradients overlap with the next matmul (since 2022)
+    beside: bool = True  # whether input gradients' all-reduces overlap with a matmul (since 2022)
     flash: bool = False  # whether attention is one fused kernel
     dropout: float = DROPOUT
 
@@ -89,7 +89,7 @@ def _scattered(whole: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Ten
 
 
 class _Columns(torch.autograd.Function):
-    """A matmul whose result is split; the input gathered for it isn't kept."""
+    """A column-parallel matmul, whose output is split; its gathered input isn't saved."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, recipe):
@@ -122,7 +122,7 @@ class _Columns(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """The sum of all parts or, with sequence parallelism, a part of the sum."""
+    """The sum of all ranks' tensors or, with sequence parallelism, a rank's part of the sum."""
 
     @staticmethod
     def forward(ctx, hidden, recipe):
@@ -143,7 +143,7 @@ class _Summed(torch.autograd.Function):
 
 
 class Columns(nn.Module):
-    """A linear layer split by columns: (S, B, inputs) to (S, B, outputs / t)."""
+    """A linear layer split by columns over t ranks: (S, B, inputs) to (S, B, outputs / t)."""
 
     def __init__(self, inputs: int, outputs: int, recipe: Recipe) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Columns(nn.Module):
 
 
 class Rows(nn.Module):
-    """A linear layer split by rows: (S, B, inputs / t) to (S, B, outputs)."""
+    """A linear layer split by rows over t ranks: (S, B, inputs / t) to (S, B, outputs)."""
 
     def __init__(self, inputs: int, outputs: int, recipe: Recipe) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Rows(nn.Module):
 
 
 class Attention(nn.Module):
-    """Input and output are (S, B, width); a rank has its part of the heads."""
+    """Self-attention with a rank's part of the heads. Input and output are (S, B, width)."""
 
     def __init__(self, sizes: GPTSizes, recipe: Recipe) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Attention(nn.Module):
         if self.recipe.flash:
             return self.output(self._fused(mixed))
         length, batch = mixed.shape[:2]
-        split = mixed.view(length, -1, 3 * self.head_width)  # (S, B heads / t, 3 head_width)
+        split = mixed.view(length, -1, 3 * self.head_width)  # (S, B · heads / t, 3 head_width)
         parts = [part.transpose(0, 1) for part in split.chunk(3, -1)]
         again = self.recipe.recompute == "selective"
         seen: torch.Tensor = (
@@ -208,7 +208,7 @@ class Attention(nn.Module):
 def _seen(
     dropout: float, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    """Compute attention; inputs and output are (B heads, S, head_width)."""
+    """Compute attention; inputs and output are (B · heads / t, S, head_width)."""
     weights = torch.bmm(query, key.transpose(1, 2)).softmax(-1)  # includes scaling and masking
     return torch.bmm(_dropped(weights, dropout), value)
 
@@ -218,7 +218,7 @@ def _dropped(values: torch.Tensor, dropout: float) -> torch.Tensor:
 
 
 class Layer(nn.Module):
-    """Input and output are (S, B, width); with sequence parallelism, S is a rank's part."""
+    """A layer: (S, B, width) to (S, B, width); with sequence parallelism, S is a rank's part."""
 
     def __init__(self, sizes: GPTSizes, recipe: Recipe) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class Layer(nn.Module):
         self.down = Rows(wide, sizes.width, recipe)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        # A variable would keep attention's result alive, so that fused kernels would write it.
+        # A variable would keep attention's output alive, and fused kernels would have to write it.
         hidden = hidden + _dropped(self.attention(self.attention_norm(hidden)), self.recipe.dropout)
         up = self.up(self.feed_forward_norm(hidden))
         if self.gated:
@@ -243,7 +243,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """Input and output are (S, B, width), or a rank's part of S."""
+    """``count`` layers: (S, B, width) to (S, B, width), where S may be a rank's part."""
 
     def __init__(self, sizes: GPTSizes, count: int, recipe: Recipe) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class Layers(nn.Module):
 
 
 class Embedding(nn.Module):
-    """(S, B) tokens to (S, B, width), or a rank's part of S."""
+    """The embedding: (S, B) tokens to (S, B, width), where S may be a rank's part."""
 
     def __init__(self, sizes: GPTSizes, recipe: Recipe) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ class Embedding(nn.Module):
 class _VocabularyLoss(torch.autograd.Function):
     """The cross-entropy of logits that are split by vocabulary, kernel by kernel.
 
-    As in megatron/mpu/cross_entropy.py, there are three all-reduces of one number per token.
+    As in megatron/mpu/cross_entropy.py, there are three all-reduces of one value per token.
     """
 
     @staticmethod
@@ -283,7 +283,7 @@ class _VocabularyLoss(torch.autograd.Function):
         largest = logits.max(-1)[0]
         _all_reduced(largest, recipe)
         logits = logits.sub_(largest[..., None])
-        elsewhere = (tokens < 0) | (tokens >= logits.size(-1))  # another rank's
+        elsewhere = (tokens < 0) | (tokens >= logits.size(-1))  # on another rank
         own = (tokens - 0).masked_fill_(elsewhere, 0)
         predicted = logits.gather(-1, own[..., None])[..., 0].masked_fill_(elsewhere, 0.0)
         _all_reduced(predicted, recipe)
@@ -306,7 +306,7 @@ def _all_reduced(numbers: torch.Tensor, recipe: Recipe) -> None:
 
 
 class Loss(nn.Module):
-    """The last norm, the matmul with a rank's part of the vocabulary, and the loss."""
+    """The final norm, the matmul with a rank's part of the vocabulary, and the loss."""
 
     def __init__(self, sizes: GPTSizes, recipe: Recipe) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Divides a transformer, or a stage of one, over ranks, with PyTorch's code for each degree of a layout.
+"""Divides a transformer, or a pipeline stage, across ranks, with the PyTorch code for each degree.
 
-The same lines apply FSDP2, tensor and context parallelism and recomputation to real ranks, under
-``launch.run`` or torchrun, and to a rank of ``vgpu.cluster``.
+The same lines apply FSDP2, tensor and context parallelism and recomputation on real ranks, under
+``launch.run`` or torchrun, and on a rank of ``vgpu.cluster``.
 """
 
 import dataclasses
@@ -41,15 +41,15 @@ from vgpu.plan.layout import Layout, StageLayers
 from vgpu.plan.transformer import Transformer, TransformerBlock, TransformerSizes
 
 SHOW_AFTER_S = 2.0
-"""A prediction that takes longer shows a progress bar."""
+"""A prediction that takes longer than this shows a progress bar."""
 
 
 class TransformerStage(nn.Module):
     """A pipeline stage of a transformer, for sequences of exactly ``sizes.sequence`` tokens.
 
-    The input is (B, S) integers for the first stage, and (B, S, width) for the others. The output is
-    (B, S, vocabulary) logits from the last stage, and (B, S, width) from the others. With tensor
-    parallelism, S between stages is a rank's part.
+    The input is (B, S) integers for the first stage, and (B, S, width) for the others. The output
+    is (B, S, vocabulary) logits from the last stage, and (B, S, width) from the others. With tensor
+    parallelism, each rank has only its part of S between stages.
     """
 
     cos: torch.Tensor
@@ -87,11 +87,11 @@ class TransformerStage(nn.Module):
 def apply_tp(
     model: Transformer | TransformerStage, mesh: DeviceMesh, casts: LastCast | None = None
 ) -> None:
-    """Divide each layer among the ranks of a one-dimensional mesh, in place.
+    """Shard each layer across the ranks of a one-dimensional mesh, in place.
 
     Between the layers, each rank holds a part of every sequence (sequence parallelism, Korthikanti
-    et al., 2022). The logits stay divided by vocabulary: compute the loss in ``loss_context``.
-    ``casts`` is for a model in float8, so that float8 is what's gathered.
+    et al., 2022). The logits stay sharded by vocabulary: compute the loss in ``loss_context``. For
+    a model in float8, pass its ``casts``, so that inputs and gradients are gathered in float8.
     """
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -144,23 +144,22 @@ def apply_tp(
 
 
 def loss_context(layout: Layout) -> AbstractContextManager[None]:
-    """Return a context for loss and backward; with tensor parallelism, logits are never gathered."""
+    """Return a context for loss and backward, in which tensor parallelism never gathers logits."""
     return loss_parallel() if layout.tp > 1 else nullcontext()
 
 
 @contextmanager
 def attention_context(mesh: DeviceMesh | None) -> Iterator[None]:
-    """A context for forward and backward: attention over sequences that a mesh's ranks share.
+    """Provide a context for forward and backward in which a mesh's ranks share each sequence.
 
-    It's PyTorch's own: each rank has a part of a sequence's start and an equal part of its end, so
-    that all do the same amount of work; keys and values are gathered, and their gradients travel
-    around a ring.
+    This is PyTorch's context parallelism: each rank has a chunk from the first half of a sequence
+    and the mirrored chunk from its second half, so all do the same amount of work in attention;
+    keys and values are gathered, and their gradients travel around a ring.
     """
     if mesh is None:
         yield
         return
-    # Tensors of a sequence's length were created with a rank's part of it, so nothing is left to
-    # divide.
+    # Tensors along the sequence were created with only a rank's part, so nothing is left to split.
     nothing = torch.empty(2 * mesh.size())
     with context_parallel(
         mesh, buffers=[nothing], buffer_seq_dims=[0], no_restore_buffers={nothing}
@@ -175,9 +174,9 @@ def apply_fsdp(
     policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
 ) -> None:
-    """Apply FSDP2 to the whole model and to each of its blocks, which are gathered one after another.
+    """Apply FSDP2 to a model and to each of its blocks, which are gathered one after another.
 
-    The mesh has one dimension, or two for shards inside replicas (HSDP).
+    The mesh has one dimension, or two for sharding within replicas (HSDP).
     """
     policy = policy or MixedPrecisionPolicy()
     for block in blocks:
@@ -186,7 +185,7 @@ def apply_fsdp(
 
 
 def recomputed(forward: Any, recompute: str) -> Any:
-    """Wrap a block's forward, so that backward recomputes what ``recompute``, of ``RECOMPUTE``, says."""
+    """Wrap a block's forward so that backward recomputes it, according to one of ``RECOMPUTE``."""
     if recompute == "none":
         return forward
     options: dict[str, Any] = (
@@ -196,11 +195,11 @@ def recomputed(forward: Any, recompute: str) -> Any:
 
 
 def _keep_every_second_product() -> Any:
-    """Return what torchtitan's selective activation checkpointing keeps of a block, besides its input."""
+    """Return contexts that save what torchtitan's selective activation checkpointing saves."""
     products = {False: 0, True: 0}
     multiplies = {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default}
     kept = {
-        torch.ops.aten.amax.default,  # of what is cast to float8
+        torch.ops.aten.amax.default,  # for the scales of casts to float8
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
     }
@@ -216,7 +215,7 @@ def _keep_every_second_product() -> Any:
 
 
 class ParallelModel:
-    """One virtual rank's model, or stage of one; ``module`` is wrapped by FSDP2.
+    """One virtual rank's model, or pipeline stage; ``module`` is wrapped by FSDP2.
 
     Parameters are gathered in bfloat16.
     """
@@ -231,11 +230,11 @@ class ParallelModel:
         float8: bool = False,
         wrap_ends: bool = False,
     ) -> None:
-        """``model`` is on the host; a GPU needs room only for its own part.
+        """``model`` is on the host, so a GPU needs memory only for its own part.
 
         ``reduce``, one of ``REDUCE``, is the dtype in which gradients are reduced. With ``float8``,
-        the blocks' linear layers multiply in float8. With ``wrap_ends``, embedding and output are
-        sharded separately.
+        the blocks' linear layers use float8 matmuls. With ``wrap_ends``, FSDP2 wraps embedding and
+        output separately.
         """
         casts = use_float8(model.blocks) if float8 else None
         self._layout = layout
@@ -268,7 +267,7 @@ class ParallelModel:
         """Set up what forward, loss and backward need."""
         loss, attention = loss_context(self._layout), attention_context(self._context)
         with loss, attention, warnings.catch_warnings():
-            # With tensor parallelism, the embedding returns a view; nothing changes it in place.
+            # With tensor parallelism, the embedding returns a view; nothing modifies it in place.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
             yield
 
@@ -292,8 +291,8 @@ class ParallelModel:
 def adam(module: nn.Module) -> torch.optim.AdamW:
     """Create a fused AdamW, with a parameter group for each block and one for the rest.
 
-    For each operator, DTensor inspects the whole list of tensors, which takes seconds for all blocks
-    together.
+    For each operator, DTensor inspects the entire list of tensors, which would take seconds for all
+    blocks at once.
     """
     blocks = [child for child in module.modules() if isinstance(child, TransformerBlock)]
     groups = [list(block.parameters()) for block in blocks]
@@ -303,7 +302,7 @@ def adam(module: nn.Module) -> torch.optim.AdamW:
 
 
 def adam_with_state(module: nn.Module) -> torch.optim.AdamW:
-    """Create the module's optimizer, and its state by a first step."""
+    """Create the module's optimizer and, with a first step, its state."""
     optimizer = adam(module)
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -314,11 +313,11 @@ def adam_with_state(module: nn.Module) -> torch.optim.AdamW:
 
 @contextmanager
 def without_garbage() -> Iterator[None]:
-    """Collect what the block leaves in reference cycles when it ends.
+    """When the block ends, collect the garbage that it left in reference cycles.
 
-    FSDP2 replaces parameters, and the bytes of the old ones would be freed in the middle of a later
-    step. With automatic collection off, all new objects are in the youngest generation, which is
-    quick to collect, whereas a full collection goes through all of torch.
+    FSDP2 replaces parameters; otherwise, the old ones' memory would be freed in the middle of a
+    later step. With automatic collection off, all new objects are in the youngest generation, which
+    is quick to collect, whereas a full collection goes through all of torch's objects.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -331,9 +330,9 @@ def without_garbage() -> Iterator[None]:
 
 
 def progress(what: str, unit: str, total: int | None = None, items: Any = None) -> Any:
-    """Return a progress bar, shown if a prediction takes long; worker processes don't have one.
+    """Return a progress bar, shown if a prediction takes long, except in worker processes.
 
-    ``total`` is the number of updates, or ``items`` are the items to iterate over.
+    Pass ``total``, the number of updates, or ``items`` to iterate over.
     """
     child = multiprocessing.parent_process() is not None
     options = {"unit": unit, "leave": False, "delay": SHOW_AFTER_S, "disable": child}

@@ -1,13 +1,13 @@
-"""Predicts a step of a plan: records a rank and, for a pipeline, simulates the schedule over all ranks.
+"""Predicts a plan's step: records a rank and, for a pipeline, simulates the schedule of all ranks.
 
 For a pipeline, one rank of each kind of stage is recorded. PyTorch's own FSDP2 and tensor
-parallelism divide the stages. Between micro-batches, FSDP2 accumulates unsharded gradients in
-float32, and in a stage's last backward it reduces them across ranks. PyTorch's pipelines do that
-after the last backward; here, the reduction overlaps with that backward as far as possible.
+parallelism shard the stages. Between micro-batches, FSDP2 accumulates unsharded gradients in
+float32, and in a stage's last backward, it reduces them across ranks. PyTorch's pipelines reduce
+them after the last backward; here, the reduction overlaps with that backward as far as possible.
 
-What a stage sends arrives after the time that the slowest message between neighboring stages takes,
-and doesn't delay any computation. Messages that wait for each other, or for collectives on the same
-adapters, aren't modeled.
+Every message between stages takes as long as the slowest one, and sending doesn't delay any
+computation. Not modeled: messages that wait for each other, or for collectives on the same
+adapters.
 """
 
 import dataclasses
@@ -38,12 +38,12 @@ from vgpu.time.timeline import HostRange, TraceEvent, in_order, union_s
 
 
 def predict(plan: Plan, **costs: Any) -> Step:
-    """Predict the second step of rank 0, whose GPU computes nothing and counts everything.
+    """Predict rank 0's second step, on a GPU that counts everything and computes nothing.
 
     Parameters and gradients are bfloat16 with float32 master copies, and AdamW is fused. For a
-    pipeline, one rank of each kind of stage is recorded, and the schedule simulated. ``costs`` are
-    as for ``vgpu.record`` (``arithmetic_share``, ``fuses``, ``async_tp`` and others); ``gpu`` and
-    ``network`` override the plan's.
+    pipeline, one rank of each kind of stage is recorded, and the schedule is simulated. ``costs``
+    are as for ``vgpu.record`` (``arithmetic_share``, ``fuses``, ``async_tp`` and others); ``gpu``
+    and ``network`` override the plan's.
     """
     plan, costs = plan.taking(costs)
     if plan.layout.pp > 1:
@@ -51,7 +51,7 @@ def predict(plan: Plan, **costs: Any) -> Step:
     with (
         on_cluster(plan) as cluster,
         vgpu.record_memory() as memory,
-        progress("predicting: a step, one recorded, the allocator", "part", 3) as bar,
+        progress("predicting: first step, recorded step, allocator", "part", 3) as bar,
     ):
         rank = Rank(plan)
         bar.update()
@@ -66,7 +66,7 @@ def _predict_pipeline(plan: Plan, **costs: Any) -> "PipelineStep":
     ranks: dict[int, RecordedRank] = {}
     actions: dict[tuple[_Kind, ActionContext], vgpu.Timeline] = {}
     with progress("recording stages", "stage", plan.schedule.devices) as bar:
-        # Among ranks that are alike, the first has the most micro-batches in flight.
+        # Among identical ranks, the first has the most micro-batches in flight.
         for device in range(plan.schedule.devices):
             kind, contexts = _kind(plan, device), action_contexts(short, device)
             if not all((kind, context) in actions for context in contexts.values()):
@@ -77,8 +77,8 @@ def _predict_pipeline(plan: Plan, **costs: Any) -> "PipelineStep":
     return _simulated(_Recordings(plan, actions, ranks))
 
 
-# A rank's state before each action. Equal states take equal time and bytes, so among ranks with the
-# same stages, and among many micro-batches, only those that reach a new state are recorded.
+# A rank's state before each action. Actions in equal states take equal time and bytes, so ranks
+# with the same stages, and further micro-batches, are recorded only if they reach a new state.
 
 
 class ActionContext(NamedTuple):
@@ -88,20 +88,20 @@ class ActionContext(NamedTuple):
     kind: str
     before: str
     """The kind of the stage's previous action, which decides whether parameters are gathered; empty
-    if there's none.
+    if there is none.
     """
     has_gradients: bool
-    """Whether the stage has had a backward, so that there are gradients to add to."""
+    """Whether the stage has run a backward, so that there are gradients to accumulate into."""
     last: bool
     """Whether the action is the stage's last backward, which reduces the gradients."""
 
 
 class RankState(NamedTuple):
-    """What determines an action's time, and the rank's bytes."""
+    """What determines an action's time and the rank's bytes."""
 
     context: ActionContext
     in_flight: tuple[int, ...]
-    """Micro-batches that each chunk keeps."""
+    """The number of micro-batches that each chunk keeps."""
     has_gradients: tuple[bool, ...]
     """Whether each chunk has gradients."""
 
@@ -143,7 +143,7 @@ def _all_states(schedule: Schedule) -> list[set[RankState]]:
     return [{state for _, state in rank_states(schedule, d)} for d in range(schedule.devices)]
 
 
-# One rank runs a step on shapes, each of its actions recorded separately
+# One rank runs a step on shapes, and each of its actions is recorded separately
 
 
 class RecordedRank(NamedTuple):
@@ -159,9 +159,10 @@ class RecordedRank(NamedTuple):
 
 
 def record_rank(plan: Plan, schedule: Schedule, device: int, **costs: Any) -> RecordedRank:
-    """Record a step of the first rank of the device's stages; ``costs`` are as for ``vgpu.record``.
+    """Record a step of the first rank with the device's stages.
 
-    ``schedule`` is the plan's, or one with fewer micro-batches.
+    ``schedule`` is the plan's, or one with fewer micro-batches; ``costs`` are as for
+    ``vgpu.record``.
     """
     actions: dict[Action, vgpu.Timeline] = {}
     peaks: list[tuple[int, int]] = []  # bytes, and micro-batches in flight
@@ -211,7 +212,7 @@ class _StageRank:
             model.configure(plan.recompute, plan.reshard_after_forward, plan.recompute_every)
         self._stages = {stage: model.module for stage, model in models.items()}
         self.training = next(iter(models.values())).training
-        """The context of an action, the same for all stages."""
+        """The context manager for an action, the same for all stages."""
         self.modules = nn.ModuleList(self._stages.values())
         self.optimizer = adam_with_state(self.modules)
         self._in_flight: dict[Action, torch.Tensor | GradientEdge] = {}
@@ -224,7 +225,7 @@ class _StageRank:
         output = self._stages[action.stage](received)
         if layers.last:
             output = F.cross_entropy(output.flatten(0, 1).float(), tokens.flatten())
-        # Only the graph of what was sent is kept, not the tensor, as in PyTorch's stages.
+        # As in PyTorch's stages, only the graph of a sent tensor is kept, not the tensor itself.
         self._in_flight[action] = output if layers.last else get_gradient_edge(output)
 
     def backward(self, action: Action, last: bool) -> None:
@@ -237,7 +238,7 @@ class _StageRank:
         torch.autograd.backward(output, gradient)
 
     def _hidden(self) -> torch.Tensor:
-        """Return a stage's input, a rank's part of each sequence."""
+        """Return a tensor like those sent between stages: a rank's part of each sequence."""
         plan = self._plan
         size = (plan.micro_batch, plan.tokens_per_sequence // plan.layout.tp, plan.sizes.width)
         return torch.empty(size, device=self._gpu, dtype=torch.bfloat16)
@@ -247,7 +248,7 @@ _Kind = tuple[StageLayers, ...]  # the layers of a rank's stages
 
 
 def _stages_of(plan: Plan, device: int) -> dict[int, StageLayers]:
-    """Return a pipeline device's stages, by number."""
+    """Return the layers of a pipeline device's stages, by stage index."""
     every = split_layers(plan.sizes.layers, plan.layout.pp * plan.chunks)
     return dict(list(enumerate(every))[device :: plan.layout.pp])
 
@@ -256,15 +257,15 @@ def _kind(plan: Plan, device: int) -> _Kind:
     return tuple(_stages_of(plan, device).values())
 
 
-# The schedule over all stages, with a row for each stage's rank
+# The schedule of all stages, with a row for each pipeline rank
 
 
 class RecordedTimes(schedules.Times):
-    """Each action's times, from its timeline, for one simulation of one schedule.
+    """Each action's time, from its timeline, for a single simulation of a schedule.
 
-    A chunk's last backward reduces its gradients. Whatever isn't reduced when it has finished
-    computing overlaps with the rank's next actions. Their own collectives wait for that if they use
-    the same links, and computation waits for them: such an action is simulated again.
+    A chunk's last backward reduces its gradients. If that reduction outlasts the computation, it
+    overlaps with the rank's next actions. If their collectives use the same links, they wait for
+    the reduction, and computation waits for them: such an action is simulated again.
     """
 
     def __init__(
@@ -275,7 +276,7 @@ class RecordedTimes(schedules.Times):
         """Each action's timeline, from its last simulation."""
         self._devices = devices
         self._under_way: dict[int, list[TraceEvent]] = defaultdict(list)
-        """Each device's collectives that outlast their actions, in the schedule's time."""
+        """Each device's collectives that outlast their actions, with times in the schedule."""
 
     def end(self, action: Action, chunks: int, start: float) -> float:
         device = action.stage % self._devices
@@ -296,7 +297,7 @@ class RecordedTimes(schedules.Times):
 
 
 def ready_s(timeline: vgpu.Timeline) -> float:
-    """Return when the default stream has finished computing; gradients may still be on their way."""
+    """Return when the default stream has finished computing; reductions may still be running."""
     return max(e.end_s for e in timeline.events if e.kind == "kernel" and e.stream == 0)
 
 
@@ -305,7 +306,7 @@ def _later(event: TraceEvent, by_s: float) -> TraceEvent:
 
 
 class _Recordings(NamedTuple):
-    """What the ranks of a pipeline recorded; ranks that are alike share a recording."""
+    """The recordings of a pipeline's ranks; identical ranks share a recording."""
 
     plan: Plan
     actions: dict[tuple[_Kind, ActionContext], vgpu.Timeline]
@@ -315,7 +316,7 @@ class _Recordings(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PipelineStep(Step):
-    """A step over all stages, each a device of the timeline; bytes are those of the fullest rank."""
+    """A step of all pipeline ranks, each a device in the timeline; bytes are the fullest rank's."""
 
     stage: int
     """The fullest rank's position in the pipeline."""
@@ -372,7 +373,7 @@ def _simulated(recordings: _Recordings) -> PipelineStep:
 
 
 def _transfer_s(plan: Plan, model: vgpu.CostModel) -> float:
-    """Return how long a rank takes to send its part of a micro-batch to its neighbor in the next stage."""
+    """Return how long a rank takes to send its part of a micro-batch to the next stage."""
     tokens = plan.micro_batch * plan.tokens_per_sequence // plan.layout.tp
     each = plan.layout.ranks_per_stage
     return max(
@@ -382,7 +383,7 @@ def _transfer_s(plan: Plan, model: vgpu.CostModel) -> float:
 
 
 def _reduced_s(row: tuple[Box, ...], timelines: Mapping[Action, vgpu.Timeline]) -> float:
-    """Return when a rank has the gradients of all its chunks, and can start the update."""
+    """Return when a rank has reduced the gradients of all its chunks and can start the update."""
     return max(box.start + timelines[box.action].makespan_s for box in row)
 
 

@@ -1,4 +1,4 @@
-"""A plan for a training run on a cluster, and what one of its ranks needs: time, bytes, tokens."""
+"""A plan for a training run on a cluster, and the time and memory that one of its ranks takes."""
 
 import dataclasses
 import itertools
@@ -19,11 +19,11 @@ from vgpu.time.timeline import covered_s
 from vgpu.units import format_bytes
 
 MOST_RANKS = 32_768
-"""The limit for a plan: FSDP2 splits parameters into ``dp_shard`` parts, so more take longer to plan."""
+"""The limit for a plan: planning takes longer with more ranks, as FSDP2 creates more shards."""
 
 MOST_LAYERS = 1024
 MOST_MICRO_BATCHES = 4096
-"""The limit for a pipeline: more only repeat what fewer do, and each takes time to simulate."""
+"""The limit for a pipeline: more micro-batches repeat the pattern, but take longer to simulate."""
 
 _NO_LIMIT_BYTES = 2**50  # a plan that doesn't fit is still counted
 _MOST_BYTES = 2**45  # according to the estimate, which leaves out a lot
@@ -31,14 +31,14 @@ _MOST_BYTES = 2**45  # according to the estimate, which leaves out a lot
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A transformer, a cluster, and how the transformer is divided over the cluster."""
+    """A transformer, a cluster, and how the transformer is divided across the cluster."""
 
     sizes: TransformerSizes
     layout: Layout
     batch: int = 1
-    """Sequences per step on each rank; ranks of ``tp`` compute on the same ones."""
+    """Sequences per step on each data-parallel rank; ``tp`` and ``cp`` ranks share them."""
     sequence: int = dataclasses.field(default=None)  # type: ignore[assignment]
-    """Tokens per sequence; by default the model's. For longer sequences, the model is extended."""
+    """Tokens per sequence, by default the model's; a larger number extends the model."""
     recompute: str = "none"
     """What the backward pass recomputes in each block: one of ``RECOMPUTE``."""
     reshard_after_forward: bool = True
@@ -48,17 +48,17 @@ class Plan:
     chunks: int = 1
     """Pipeline stages per rank: 1 for 1F1B, more for interleaved 1F1B."""
     micro_batches: int | None = None
-    """Micro-batches that a pipeline divides ``batch`` into; None: as many as ranks, as in torchtitan."""
+    """Micro-batches into which a pipeline divides ``batch``; None: ``pp``, as in torchtitan."""
     accumulate: int = 1
-    """How often a step without a pipeline computes ``batch`` sequences and reduces their gradients."""
+    """How many times a step without a pipeline runs ``batch`` sequences and reduces gradients."""
     reduce: str = "float32"
     """The dtype in which gradients are reduced: one of ``REDUCE``."""
     recompute_every: int = 1
-    """One of every so many blocks is recomputed, as ``recompute`` says; the others keep everything."""
+    """One of every ``recompute_every`` blocks follows ``recompute``; the others keep everything."""
     float8: bool = False
-    """Whether the blocks' linear layers multiply in float8 (``vgpu.plan.float8``)."""
+    """Whether the blocks' linear layers use float8 matmuls (``vgpu.plan.float8``)."""
     wrap_ends: bool = False
-    """Whether FSDP2 wraps embedding and output separately; then less is reduced at the end."""
+    """Whether FSDP2 wraps embedding and output separately, so that less is reduced at the end."""
 
     def __post_init__(self) -> None:
         if self.sequence is None:
@@ -82,13 +82,13 @@ class Plan:
             )
         if self.sizes.layers > MOST_LAYERS:
             raise ValueError(
-                f"{self.sizes.layers:,} layers are too many: a plan takes at most {MOST_LAYERS:,}, and "
-                "they are all alike"
+                f"{self.sizes.layers:,} layers are too many: a plan takes at most {MOST_LAYERS:,}, "
+                "since all layers are identical"
             )
         if ranks > each and ranks % each:
             raise ValueError(
-                f"{ranks} ranks ({self.layout}) do not fill hosts of {each} GPUs; make it a "
-                f"multiple of {each}"
+                f"{ranks} ranks ({self.layout}) don't fill hosts of {each} GPUs: use a multiple of "
+                f"{each}"
             )
         check_hosts(self.layout, each)
         self._check_experts()
@@ -97,40 +97,40 @@ class Plan:
         self._check_bytes()
         if self.float8 and self.spec.fp8_flop_per_s is None:
             raise ValueError(
-                f"{self.spec.name} can't multiply float8 tensors; of the presets, "
-                f"{', '.join(name for name, gpu in vgpu.PRESETS.items() if gpu.fp8_flop_per_s)} can"
+                f"{self.spec.name} can't multiply float8 tensors; these presets can: "
+                f"{', '.join(name for name, gpu in vgpu.PRESETS.items() if gpu.fp8_flop_per_s)}"
             )
 
     def _check_experts(self) -> None:
         experts, layout = self.sizes.experts, self.layout
         if experts is None:
             if layout.ep > 1:
-                raise ValueError(
-                    f"{layout.ep} ranks of ep need experts to divide: give sizes with experts"
-                )
+                raise ValueError(f"ep = {layout.ep} needs experts: pass sizes with experts")
             return
         experts.check_division(layout.ep)
         if layout.ep > 1 and self.recompute == "selective":
-            # FSDP2's hooks on the experts would run inside the checkpoint, with a different count
-            # in the backward pass.
+            # FSDP2's hooks on the experts would run inside the checkpoint, and a different number
+            # of times in the backward pass.
             raise ValueError("selective recomputation isn't supported with ep: use none or full")
         if layout.tp > 1:
             raise ValueError(
-                "experts aren't supported with tensor parallelism: give ep instead of tp"
+                "experts aren't supported with tensor parallelism: use ep instead of tp"
             )
         if layout.pp > 1:
             first = split_layers(self.sizes.layers, layout.pp * self.chunks)[0].layers
             if experts.dense_layers > first:
                 raise ValueError(
-                    f"{experts.dense_layers} dense layers don't fit into a first stage of {first}"
+                    f"{experts.dense_layers} dense layers don't fit in the first stage, which has "
+                    f"{first} layers"
                 )
 
     def _check_sequence(self) -> None:
         parts = 2 * self.layout.cp
         if self.layout.cp > 1 and self.sequence % parts:
             raise ValueError(
-                f"{self.layout.cp} ranks can't share a sequence of {self.sequence:,} tokens evenly: each "
-                f"takes a part from its start and one from its end, so make it a multiple of {parts}"
+                f"{self.layout.cp} ranks can't share a sequence of {self.sequence:,} tokens "
+                "evenly: each takes a chunk from the first half and one from the second, so the "
+                f"number of tokens must be a multiple of {parts}"
             )
         check_tp(self.sizes, self.layout.tp, self.tokens_per_sequence)
 
@@ -139,7 +139,7 @@ class Plan:
             if self.chunks > 1 or (self.micro_batches or 1) > 1:
                 raise ValueError(
                     f"chunks ({self.chunks}) and micro_batches ({self.micro_batches}) are for "
-                    "pipelines: give the layout a pp of at least 2"
+                    "pipelines: set the layout's pp to at least 2"
                 )
             return
         if self.accumulate > 1:
@@ -151,17 +151,17 @@ class Plan:
         count = self.micro_batches or self.layout.pp
         if count > MOST_MICRO_BATCHES:
             raise ValueError(
-                f"{count:,} micro_batches are too many: a plan takes at most {MOST_MICRO_BATCHES:,}"
+                f"{count:,} micro-batches are too many: a plan takes at most {MOST_MICRO_BATCHES:,}"
             )
         if self.batch % count:
             raise ValueError(
-                f"a batch of {self.batch} can't be divided into {count} micro-batches: make it a "
-                f"multiple, or give another number of micro_batches"
+                f"a batch of {self.batch} can't be divided evenly into {count} micro-batches: use "
+                f"a multiple of {count}, or change micro_batches"
             )
         self.schedule_of(count)  # raises ValueError for a count that can't be interleaved
 
     def _check_bytes(self) -> None:
-        """Raise ValueError for sizes that no byte counter could hold."""
+        """Raise ValueError for a plan with more bytes than can be counted."""
         least_bytes = estimate.least_bytes(
             self.sizes,
             self.micro_batch * self.tokens_per_sequence,
@@ -173,7 +173,7 @@ class Plan:
         if least_bytes > _MOST_BYTES:
             raise ValueError(
                 f"{self.micro_batch:,} sequences of {self.sequence:,} tokens at once take at least "
-                f"{format_bytes(least_bytes)} of each GPU, which has "
+                f"{format_bytes(least_bytes)} on each GPU, which has "
                 f"{format_bytes(self.spec.memory_bytes)}: use a smaller batch or shorter sequences"
             )
 
@@ -183,7 +183,7 @@ class Plan:
         return self.schedule_of(self.micro_batches or self.layout.pp)
 
     def schedule_of(self, micro_batches: int) -> schedules.Schedule:
-        """Return the schedule for another number of micro-batches."""
+        """Return the plan's schedule for a different number of micro-batches."""
         if self.chunks == 1:
             return schedules.one_forward_one_backward(self.layout.pp, micro_batches)
         return schedules.interleaved(self.layout.pp, micro_batches, self.chunks)
@@ -197,7 +197,7 @@ class Plan:
 
     @property
     def tokens_per_sequence(self) -> int:
-        """Tokens of each sequence that a rank has; ranks of ``tp`` share them."""
+        """Tokens of each sequence on one ``cp`` rank; ``tp`` ranks share them."""
         return self.sequence // self.layout.cp
 
     @property
@@ -209,20 +209,20 @@ class Plan:
         return max(1, self.layout.ranks // self.gpus_per_host)
 
     def taking(self, costs: dict[str, Any]) -> tuple["Plan", dict[str, Any]]:
-        """Return the plan with the GPU and network named in ``costs``, if any, and the remaining costs."""
+        """Return the plan with any ``gpu`` and ``network`` in ``costs``, and the other costs."""
         own = {name: costs[name] for name in ("gpu", "network") if name in costs}
         others = {name: cost for name, cost in costs.items() if name not in own}
         return dataclasses.replace(self, **own) if own else self, others
 
     @property
     def tokens(self) -> int:
-        """Tokens per step, over all ranks."""
+        """Tokens per step, across all ranks."""
         return self.batch * self.accumulate * self.sequence * self.layout.dp
 
 
 @contextmanager
 def on_cluster(plan: Plan, rank: int = 0) -> Iterator[vgpu.Cluster]:
-    """Inside the block, this process is a rank of the plan's cluster, and tensors are shapes."""
+    """Make this process a rank of the plan's cluster in the block, where tensors are shapes."""
     cluster = vgpu.cluster(
         plan.hosts,
         min(plan.gpus_per_host, plan.layout.ranks),
@@ -237,7 +237,7 @@ def on_cluster(plan: Plan, rank: int = 0) -> Iterator[vgpu.Cluster]:
 
 @dataclasses.dataclass(frozen=True)
 class RecordedStep:
-    """What one rank's recorded step takes: virtual time and counted bytes."""
+    """One rank's recorded step: virtual time and counted bytes."""
 
     plan: Plan
     timeline: vgpu.Timeline
@@ -246,7 +246,7 @@ class RecordedStep:
 
     @property
     def allocated_bytes(self) -> int:
-        """The most bytes that tensors take at once."""
+        """The peak of the bytes that tensors take."""
         return sum(self.bytes_by_cause.values())
 
     @property
@@ -257,12 +257,12 @@ class RecordedStep:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens/s of one GPU."""
+        """The tokens/s per GPU."""
         return self.plan.tokens / self.plan.layout.ranks / self.seconds
 
     @property
     def utilization(self) -> float:
-        """The model's FLOPs, without recomputation, over what the GPU could do by its datasheet."""
+        """The model's FLOP/s, without recomputation, as a fraction of the datasheet's peak."""
         flop = estimate.flop_per_token(self.plan.sizes, self.plan.sequence) * self.tokens_per_s
         return flop / self.plan.spec.tensor_flop_per_s
 
@@ -274,16 +274,16 @@ class RecordedStep:
 
 @dataclasses.dataclass(frozen=True)
 class Step(RecordedStep):
-    """What one rank's step takes, including its allocator."""
+    """One rank's recorded step, including what the allocator reserves."""
 
     reserved_bytes: int
-    """The most memory that PyTorch's allocator reserves on the GPU."""
+    """The peak memory that PyTorch's allocator reserves on the GPU."""
 
     def replayed(self, **changes: Any) -> "Step":
-        """Time the same operations again with other costs, as ``vgpu.replay`` does.
+        """Time the same operations again with different costs, as ``vgpu.replay`` does.
 
-        ``changes`` are fields of ``vgpu.CostModel``, and a plan's ``gpu`` and ``network``. Bytes don't
-        change.
+        ``changes`` are fields of ``vgpu.CostModel``, and the plan's ``gpu`` and ``network``. Bytes
+        don't change.
         """
         timeline = vgpu.replay(self.timeline, **changes)
         plan, _ = self.plan.taking(changes)
@@ -295,11 +295,11 @@ class Step(RecordedStep):
 
 
 _RECORDED_MICRO_BATCHES = 2
-"""Micro-batches recorded if a step accumulates; all further ones take as long as the second."""
+"""Micro-batches recorded if gradients are accumulated; the rest take as long as the second."""
 
 
 def micro_batch_s(timeline: vgpu.Timeline) -> float:
-    """Return, for a step of two micro-batches, the time between the ends of their backward passes."""
+    """Return the time between the ends of two backward passes, in a step of two micro-batches."""
     computed = [event for event in timeline.events if event.kind == "kernel" and event.stream == 0]
     computed.sort(key=lambda event: event.start_s)
     ends = [
@@ -335,18 +335,18 @@ def time_by_cause(
 
 
 class Rank:
-    """A rank's model and optimizer, for plans that differ in what a step does.
+    """A rank's model and optimizer, shared by plans whose steps differ.
 
     Batch, recomputation and ``reshard_after_forward`` may change from step to step.
     """
 
     @without_garbage()
     def __init__(self, plan: Plan, takes_a_step: bool = True) -> None:
-        """With ``takes_a_step``, the rank trains for a step before the recorded one.
+        """With ``takes_a_step``, the rank takes a training step before the recorded one.
 
-        Otherwise, it only creates the optimizer's state. A step's seconds and allocated bytes are
-        the same then, but the bytes that the allocator reserves differ slightly: they depend on
-        everything that happened before.
+        Otherwise, it only creates the optimizer's state. The recorded step then has the same time
+        and allocated bytes, but slightly different reserved bytes, which depend on everything that
+        happened before.
         """
         self._layout = plan.layout
         whole = Transformer(dataclasses.replace(plan.sizes, sequence=plan.tokens_per_sequence))
@@ -374,7 +374,7 @@ class Rank:
         for _ in range(min(plan.accumulate, _RECORDED_MICRO_BATCHES)):
             tokens = torch.randint(plan.sizes.vocabulary, size, device="vgpu")
             with self._parallel.training():
-                # Only the loss holds the logits during the backward pass.
+                # No variable holds the logits, so only the loss keeps them during backward.
                 loss = F.cross_entropy(self.model(tokens).flatten(0, 1).float(), tokens.flatten())
                 loss.backward()
                 del loss
@@ -382,7 +382,7 @@ class Rank:
         self.optimizer.zero_grad()
 
     def recorded(self, plan: Plan, **costs: Any) -> RecordedStep:
-        """Record a step, with its bytes at the peak; those of other ``Rank`` objects don't count."""
+        """Record a step and its bytes at the peak; other ``Rank`` objects' bytes don't count."""
         with PeakByCause(self.model, self.optimizer) as peak, vgpu.record(**costs) as timeline:
             self.train(plan)
         assert not timeline.races, timeline.races

@@ -1,14 +1,14 @@
-"""Simulates many users of one server, in virtual time: how long requests wait with a given schedule.
+"""Simulates a server with many users, in virtual time: how long requests wait under a schedule.
 
     served = simulate_queue(Server(LLAMA["70B"], tp=4), requests, chunked_prefill(512))
 
 A step is one forward pass of the server over the tokens that the schedule picks: any number of a
-prompt's tokens, and the next token of a sequence that's generating. The next step starts when this
+prompt's tokens, and the next token of sequences that are generating. The next step starts when this
 one ends. Sequences are admitted in order of arrival, as soon as the cache has room for the prompt
 and all of the output; until then, the schedule doesn't see them.
 
-This leaves out the host's time between steps, prompts with a common prefix, and sequences that are
-evicted from the cache to make room (preemption).
+Not modeled: the host's time between steps, prompts with a common prefix, and preemption, which
+evicts sequences from the cache to make room.
 
 Sources: Yu et al., 2022, Orca (continuous batching); Agrawal et al., 2024, Sarathi-Serve (prompts
 in chunks along with decoding).
@@ -25,13 +25,13 @@ from vgpu.time.costs import check_seconds
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A user's request: the number of tokens in the prompt, and of output tokens."""
+    """A user's request, with the number of prompt tokens and of output tokens."""
 
     arrival_s: float
     prompt: int
     output: int
     cached: int = 0
-    """Prompt tokens whose keys and values come with the request, from a server that did the prefill."""
+    """Prompt tokens whose keys and values come with the request, from a prefill server."""
 
     def __post_init__(self) -> None:
         check_seconds("arrival_s", self.arrival_s)
@@ -46,7 +46,7 @@ class Request:
 
 @dataclasses.dataclass
 class Generation:
-    """An admitted request, with how much of its prompt is done, and when its tokens came."""
+    """A request's progress: how much of its prompt is left, and when its tokens were generated."""
 
     request: Request
     prompt_left: int
@@ -54,7 +54,7 @@ class Generation:
 
     @property
     def computed(self) -> int:
-        """The number of its tokens in the cache."""
+        """The number of the request's tokens in the cache."""
         return self.request.prompt - self.prompt_left + max(0, len(self.token_s) - 1)
 
     @property
@@ -73,7 +73,7 @@ Schedule = Callable[[Sequence[Generation]], Sequence[int]]
 
 
 def whole_prompts(generations: Sequence[Generation]) -> list[int]:
-    """Schedule the first waiting prompt, whole and alone; if none is waiting, a token for each sequence."""
+    """Schedule the first waiting prompt, whole and alone; if none is left, a token per sequence."""
     first = next((g for g in generations if g.prompt_left), None)
     if first is None:
         return [1] * len(generations)
@@ -81,7 +81,7 @@ def whole_prompts(generations: Sequence[Generation]) -> list[int]:
 
 
 def chunked_prefill(budget: int) -> Schedule:
-    """Schedule a token for each generating sequence; the rest of ``budget`` goes to prompts, in order."""
+    """Schedule one token per generating sequence; prompts get the rest of ``budget``, in order."""
     check_count("budget", budget)
 
     def schedule(generations: Sequence[Generation]) -> list[int]:
@@ -102,17 +102,17 @@ def simulate_queue(
     most_sequences: int = 256,
     static: bool = False,
 ) -> list[Generation]:
-    """Simulate when each request's tokens come, in order of arrival.
+    """Simulate when each request's tokens are generated; return the requests in order of arrival.
 
-    ``most_sequences`` is a limit at any time, in addition to the cache's. With ``static``, new
-    requests are admitted only when all of the previous ones have ended (a static batch). Raises
-    ValueError for a request that's larger than the cache, and for a schedule that gives a sequence
-    more tokens than it has left, or that picks no tokens.
+    ``most_sequences`` is the maximum at any time, in addition to the cache's limit. With
+    ``static``, new requests are admitted only when all previous ones have finished (a static
+    batch). Raises ValueError for a request that's larger than the cache, and for a schedule that
+    gives a sequence more tokens than it has left, or that picks no tokens.
     """
     if server.pp > 1:
         raise ValueError(
-            f"simulate_queue takes a server with one stage, got pp={server.pp}: with more, several "
-            "groups would be in flight at once"
+            f"simulate_queue takes a server with one stage, got pp={server.pp}: with more, "
+            "multiple groups would be in flight at once"
         )
     check_count("most_sequences", most_sequences)
     arriving = sorted(requests, key=lambda request: request.arrival_s)
@@ -120,7 +120,7 @@ def simulate_queue(
         if request.prompt + request.output > server.cache_tokens:
             raise ValueError(
                 f"a request of {request.prompt} + {request.output} tokens is larger than the "
-                f"server's whole cache of {max(0, server.cache_tokens)}"
+                f"server's entire cache, which has room for {max(0, server.cache_tokens)}"
             )
     everyone = [Generation(request, request.prompt - request.cached) for request in arriving]
     taken_in: list[Generation] = []
@@ -155,18 +155,21 @@ def simulate_queue(
 def _check(tokens: list[int], generations: Sequence[Generation]) -> None:
     if len(tokens) != len(generations):
         raise ValueError(
-            f"the schedule gave {len(tokens)} numbers for {len(generations)} sequences: it must give "
-            "one for each"
+            f"the schedule returned {len(tokens)} numbers for {len(generations)} sequences: it "
+            "must return one for each"
         )
     for place, (n, g) in enumerate(zip(tokens, generations, strict=True)):
         most = g.prompt_left or 1
         if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= most:
-            what = f"{most} tokens of its prompt left" if g.prompt_left else "one next token"
+            what = f"has {most} tokens of its prompt left"
+            if not g.prompt_left:
+                what = "generates one token per step"
             raise ValueError(
-                f"the schedule gave sequence {place} {n!r} tokens; it has {what}, so it must be "
-                f"a whole number from 0 to {most}"
+                f"the schedule returned {n!r} tokens for sequence {place}, which {what}: it "
+                f"must return a whole number from 0 to {most}"
             )
     if not any(tokens):
         raise ValueError(
-            f"the schedule gave none of {len(generations)} sequences a token: they would wait forever"
+            f"the schedule gave no tokens to any of {len(generations)} sequences: they would wait "
+            "forever"
         )

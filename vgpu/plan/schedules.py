@@ -1,7 +1,7 @@
-"""Pipeline schedules as plain data: for each device, a row of actions in the order it runs them.
+"""Pipeline schedules as plain data: for each device, a row of actions, in order.
 
 A network is divided into stages, and the batch into micro-batches. Device d has stage d and, with v
-chunks, also d + devices, and so on.
+chunks, also stage d + devices, and so on.
 
 Sources: GPipe (Huang et al., 2019), PipeDream-Flush (Narayanan et al., 2021a, "Memory-efficient
 pipeline-parallel DNN training"), Megatron-LM (Narayanan et al., 2021b, "Efficient large-scale
@@ -25,8 +25,8 @@ _TEXT = re.compile(r"(\d*)([FBIW])(\d+)")
 class Action(NamedTuple):
     """One micro-batch in one stage, in one direction.
 
-    ``kind`` is "F" for forward and "B" for backward; or, for a backward in two halves, "I" for the
-    gradient of the stage's input and "W" for those of its weights.
+    ``kind`` is "F" for forward and "B" for backward. If backward is split in two, "I" is for the
+    gradient of the stage's input, and "W" for the gradients of its weights.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class Action(NamedTuple):
     stage: int
 
     def __str__(self) -> str:
-        """Format like torch.distributed.pipelining: "2F0" is micro-batch 0 forward in stage 2."""
+        """Format like torch.distributed.pipelining: "2F0" is stage 2's forward of micro-batch 0."""
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
@@ -42,9 +42,9 @@ class Action(NamedTuple):
 class Schedule:
     """A row of actions for each device; each device has ``chunks`` stages.
 
-    Raises ValueError unless each stage runs each micro-batch forward once and backward once, whole
-    or in two halves, all in its device's row. Whether the rows fit together is a separate question,
-    which ``simulate`` answers.
+    Raises ValueError unless each stage runs each micro-batch forward once and backward once (in one
+    piece or split in two), all in its device's row. Whether the rows fit together is a separate
+    question, which ``simulate`` answers.
     """
 
     name: str
@@ -63,9 +63,8 @@ class Schedule:
                 kinds = "".join(k for k in "FBIW" if Action(k, micro_batch, stage) in seen)
                 if kinds not in ("FB", "FIW"):
                     raise ValueError(
-                        f"device {self.device_of(stage)}: stage {stage} runs micro-batch "
-                        f"{micro_batch} through {kinds or 'nothing'}; expected F and B, or F, I and "
-                        "W, once each"
+                        f"device {self.device_of(stage)}: stage {stage} runs {kinds or 'nothing'} "
+                        f"for micro-batch {micro_batch}; expected F and B, or F, I and W, once each"
                     )
 
     @property
@@ -89,7 +88,7 @@ class Schedule:
         return frozenset(action for row in self.rows for action in row)
 
     def text(self, action: Action) -> str:
-        """Format an action as ``from_text`` reads it, without the stage if each device has only one."""
+        """Format an action for ``from_text``, without the stage if each device has only one."""
         return str(action) if self.chunks > 1 else f"{action.kind}{action.micro_batch}"
 
     def __str__(self) -> str:
@@ -100,13 +99,13 @@ class Schedule:
         kind, micro_batch, stage = action
         if kind not in tuple("FBIW") or micro_batch < 0 or not 0 <= stage < self.stages:
             raise ValueError(
-                f"device {device}: {action} isn't an action: its kind is F, B, I or W, its stage from 0 "
-                f"to {self.stages - 1}, and micro-batches count from 0"
+                f"device {device}: {action} isn't an action: the kind must be F, B, I or W, the "
+                f"stage from 0 to {self.stages - 1}, and the micro-batch at least 0"
             )
         if self.device_of(stage) != device:
             raise ValueError(
-                f"device {device}: {action} is for stage {stage}, which belongs in the row of device "
-                f"{self.device_of(stage)}"
+                f"device {device}: {action} is for stage {stage}, which belongs in the row of "
+                f"device {self.device_of(stage)}"
             )
         if action in seen:
             raise ValueError(f"device {device}: {action} appears twice")
@@ -116,8 +115,8 @@ class Schedule:
 def from_text(rows: Sequence[str | Sequence[str]], name: str = "by hand") -> Schedule:
     """Parse a schedule, one string per device: ``from_text(["F0 F1 B0 B1", "F0 B0 F1 B1"])``.
 
-    A row may also be a list of actions. A number in front, as in "4F0", is the stage; without it,
-    the stage is the device's number. Raises ValueError if a string isn't an action.
+    A row may also be a list of actions. A leading number, as in "4F0", is the stage; without one,
+    the stage is the device's index. Raises ValueError if a string isn't an action.
     """
     schedule_rows = []
     for device, row in enumerate(rows):
@@ -148,7 +147,7 @@ def all_forward_all_backward(devices: int, micro_batches: int) -> Schedule:
 
 
 def _in_turn(warm: int, forwards: list[Action], backwards: list[list[Action]]) -> list[Action]:
-    """Return ``warm`` forwards, then forwards and backwards in turn, then the remaining backwards."""
+    """Return ``warm`` forwards, then alternating forwards and backwards, then the rest."""
     row = forwards[:warm]
     for forward, backward in zip_longest(forwards[warm:], backwards):
         if forward is not None:
@@ -176,20 +175,20 @@ def interleaved(devices: int, micro_batches: int, chunks: int = 2) -> Schedule:
     """Interleaved 1F1B: v chunks on each device, so a micro-batch visits each device v times.
 
     The bubble is (p - 1) / (v m + p - 1) of the time; Megatron-LM, 2.2.2, gives it relative to the
-    ideal time, as (p - 1) / (v m). Device 0 keeps at most v p + p - 1 chunks' activations, each 1 / v
-    of a device's layers (Korthikanti et al., 2022, 4.2.3). Raises ValueError unless the number of
-    micro-batches is a multiple of the number of devices.
+    ideal time, as (p - 1) / (v m). Device 0 keeps the activations of at most v p + p - 1 chunks,
+    each 1 / v of a device's layers (Korthikanti et al., 2022, 4.2.3). Raises ValueError unless the
+    number of micro-batches is a multiple of the number of devices.
     """
     _check_counts(devices, micro_batches, chunks)
     if micro_batches % devices:
         raise ValueError(
-            f"interleaving runs micro-batches in rounds of {devices}, one per device, and "
-            f"{micro_batches} isn't a multiple of that"
+            f"interleaving runs micro-batches in rounds of {devices}, one per device, but "
+            f"{micro_batches} isn't a multiple of {devices}"
         )
     total = micro_batches * chunks
 
     def nth(kind: str, n: int, device: int) -> Action:
-        """Return a device's n-th forward or backward: rounds of p micro-batches, chunk by chunk."""
+        """Return a device's n-th forward or backward; rounds take p micro-batches per chunk."""
         around, within = divmod(n, devices * chunks)
         chunk, place = divmod(within, devices)
         if kind == BACKWARD:
@@ -206,11 +205,11 @@ def interleaved(devices: int, micro_batches: int, chunks: int = 2) -> Schedule:
 
 
 def zero_bubble(devices: int, micro_batches: int) -> Schedule:
-    """ZB-H1: 1F1B with backward in two halves; weight gradients are deferred and fill the bubble.
+    """ZB-H1: 1F1B with backward split in two; weight gradients are deferred and fill the bubble.
 
     Nothing waits for weight gradients, so device d defers those of d micro-batches. If the three
     parts take the same time, the bubble is (p - 1) / (3 m + p - 1), a third of 1F1B's idle time (Qi
-    et al., 2.3 and table 2). That assumes m >= p. Every device keeps the activations of at most
+    et al., 2.3 and table 2). This assumes m >= p. Every device keeps the activations of at most
     min(p, m) micro-batches.
     """
     _check_counts(devices, micro_batches)
@@ -235,7 +234,7 @@ KINDS: dict[str, Callable[[int, int], Schedule]] = {
     "interleaved 1F1B, 2 chunks": interleaved,
     "zero bubble (ZB-H1)": zero_bubble,
 }
-"""The schedules of this file by name, each a function of devices and micro-batches."""
+"""This file's schedules by name; each is a function of devices and micro-batches."""
 
 
 def _schedule(name: str, rows: Sequence[Sequence[Action]], chunks: int = 1) -> Schedule:
@@ -248,20 +247,21 @@ def _check_counts(devices: int, micro_batches: int, chunks: int = 1) -> None:
     check_count("chunks", chunks)
 
 
-# Simulation in time
+# Simulation
 
 
 class DeadlockError(ValueError):
-    """The rows of a schedule wait for each other; the message says which waits for what."""
+    """A schedule's rows wait for each other; the message says which device waits for what."""
 
 
 @dataclass(frozen=True)
 class Times:
     """How long one micro-batch takes in all of a device's layers, in any unit.
 
-    If a device has v chunks, each takes 1 / v of that. A whole backward is both halves. ``transfer``
-    is the time from the end of an action until a neighbor on another device can use its result.
-    ``by_stage`` has a factor for each stage, in both directions; empty means that all are alike.
+    If a device has v chunks, each takes 1 / v of that. A full backward takes the sum of both
+    gradients' times. ``transfer`` is the time from the end of an action until the neighboring stage
+    on another device can use its result. ``by_stage`` has a factor for each stage's forward and
+    backward; if empty, all stages take equally long.
     """
 
     forward: float = 1
@@ -271,7 +271,7 @@ class Times:
     by_stage: Sequence[float] = ()
 
     def of(self, action: Action, chunks: int) -> float:
-        """Return the time of one action, in one of ``chunks`` chunks."""
+        """Return the time of one action on a device with ``chunks`` chunks."""
         times_as_long = self.by_stage[action.stage] if self.by_stage else 1
         of_kinds = {
             FORWARD: self.forward,
@@ -282,7 +282,7 @@ class Times:
         return of_kinds[action.kind] / chunks * times_as_long
 
     def end(self, action: Action, chunks: int, start: float) -> float:
-        """Return when an action that starts at ``start`` ends; called in each device's order, once each."""
+        """Return when an action ends; called once for each action, in each device's order."""
         return start + self.of(action, chunks)
 
 
@@ -296,7 +296,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulatedSchedule:
-    """A schedule in time: each device's boxes, in order."""
+    """A schedule with start and end times: each device's boxes, in order."""
 
     schedule: Schedule
     boxes: tuple[tuple[Box, ...], ...]
@@ -307,18 +307,18 @@ class SimulatedSchedule:
 
     @property
     def bubble(self) -> float:
-        """The fraction of all devices' time in which they're idle, from 0 to 1."""
+        """The idle fraction of all devices' time, from 0 to 1."""
         busy = sum(box.end - box.start for row in self.boxes for box in row)
         return 1 - busy / (self.schedule.devices * self.makespan)
 
     def order(self) -> list[Action]:
-        """All actions by start time: an order in which a single host can run them."""
+        """Return all actions by start time, an order in which a single host can run them."""
         boxes = [box for row in self.boxes for box in row]
         return [box.action for box in sorted(boxes, key=lambda box: box.start)]
 
 
 def simulate(schedule: Schedule, times: Times | None = None) -> SimulatedSchedule:
-    """Let every device run its actions in order, each as soon as its inputs are available.
+    """Simulate every device running its actions in order, each as soon as its inputs are available.
 
     Raises DeadlockError if devices wait for each other, and ValueError if ``times`` is for a
     different number of stages.
@@ -365,7 +365,7 @@ def needs(action: Action, schedule: Schedule) -> Iterator[Action]:
     else:
         yield Action(FORWARD, micro_batch, stage)
         if stage + 1 < schedule.stages:
-            # The next stage may run its backward whole or in halves.
+            # The next stage's backward may be in one piece or split in two.
             whole = Action(BACKWARD, micro_batch, stage + 1)
             half = Action(INPUT_GRADIENT, micro_batch, stage + 1)
             yield whole if whole in schedule.actions else half
@@ -374,15 +374,15 @@ def needs(action: Action, schedule: Schedule) -> Iterator[Action]:
 def peaks_in_flight(schedule: Schedule) -> list[int]:
     """Return the maximum number of activations that each device keeps at once.
 
-    An activation is one micro-batch in one stage, kept from its forward until its backward, or its
-    weight gradient, is done.
+    An activation belongs to one micro-batch in one stage. It's kept from the forward until the
+    backward (or the weight gradient) is done.
     """
     change = {FORWARD: 1, BACKWARD: -1, INPUT_GRADIENT: 0, WEIGHT_GRADIENT: -1}
     return [max(accumulate(change[action.kind] for action in row)) for row in schedule.rows]
 
 
 def _deadlock(schedule: Schedule, positions: list[int], ended: set[Action]) -> str:
-    """Say which devices wait for which, once around the cycle."""
+    """Describe which device waits for which, once around the cycle."""
     waits = {}
     for device, (position, row) in enumerate(zip(positions, schedule.rows, strict=True)):
         if position < len(row):

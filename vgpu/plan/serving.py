@@ -1,15 +1,15 @@
-"""Estimates whether a server for a transformer fits into memory, and how fast it generates.
+"""Estimates whether a server for a transformer fits in memory, and how fast it generates tokens.
 
 A server's forward pass takes some new tokens from each sequence, reads the cached keys and values
-of its earlier ones, and gives each sequence one more token. At first, all of a prompt's tokens are
-new (prefill), later one at a time (decoding). Seconds come from a ``CostModel``, kernel by kernel:
-matmuls fill a GPU as far as their rows allow, and attention reads the cache. Within a host, tensor
-parallelism's all-reduces use the faster of NCCL's ring and a single read of all other ranks' parts,
-which serving engines use for small tensors.
+of its earlier ones, and generates one more token for each sequence. At first, all of a prompt's
+tokens are new (prefill); later, there's one new token at a time (decoding). Times come from a
+``CostModel``, kernel by kernel: matmuls fill a GPU as far as their rows allow, and attention reads
+the cache. Within a host, tensor parallelism's all-reduces use the faster of NCCL's ring and a
+one-shot all-reduce, in which each rank reads all other ranks' tensors. Serving engines use the
+latter for small tensors.
 
-The estimates leave out the host's time (CUDA graphs replay launches), sampling, the bytes of
-activations, fragmentation of the cache, float8's scales, sequences that share a prefix, and
-speculative decoding.
+Not modeled: the host's time (CUDA graphs replay launches), sampling, activation memory, cache
+fragmentation, float8 scales, sequences that share a prefix, and speculative decoding.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ from vgpu.time.costs import BFLOAT16, FLOAT8, Workload
 from vgpu.units import format_bytes, format_seconds
 
 BITS = (8, 16)
-"""Bits of a weight or a cached number: float8 or bfloat16."""
+"""Bits of a weight or a cached element: float8 or bfloat16."""
 
-_ACTIVATION_BYTES = 2  # per number in hidden states, embedding and output: bfloat16
+_ACTIVATION_BYTES = 2  # per element of hidden states, embedding and output: bfloat16
 
 
 def cache_bytes(sizes: TransformerSizes, tokens: int, bits: int = 16) -> int:
-    """Return the bytes of ``tokens`` tokens' keys and values in all layers and GPUs, without copies."""
+    """Return the bytes of keys and values for ``tokens`` tokens, in all layers, without copies."""
     return 2 * sizes.layers * sizes.key_value_width * tokens * bits // 8
 
 
@@ -41,28 +41,28 @@ DEFAULT_COST = CostModel(PRESETS["H100"], network=NETWORKS["InfiniBand NDR"], gp
 class Server:
     """One copy of a transformer on ``tp * pp`` GPUs, and its number formats.
 
-    Raises ValueError for degrees that don't divide the sizes. If there are more ranks of ``tp``
-    than key-value heads, several ranks hold the same head.
+    Raises ValueError for degrees that don't divide the sizes. If there are more ``tp`` ranks than
+    key-value heads, multiple ranks hold the same head.
     """
 
     sizes: TransformerSizes
     tp: int = 1
     """Ranks that share each layer: heads, feed-forward columns, vocabulary."""
     pp: int = 1
-    """Stages of consecutive layers, and the number of groups of sequences in flight."""
+    """Stages of consecutive layers; also the number of groups of sequences in flight."""
     weight_bits: int = 16
-    """Bits of the weights in the blocks' matmuls; with 8, those are also computed in float8. Embedding
-    and output stay in bfloat16.
+    """Bits per weight in the blocks' matmuls; with 8, the matmuls are also computed in float8. The
+    embedding and the output stay in bfloat16.
     """
     cache_bits: int = 16
     usable_memory: float = 0.9
-    """The part of a GPU's memory that weights and cache may take (vLLM's gpu_memory_utilization)."""
+    """The fraction of a GPU's memory for weights and cache (vLLM's gpu_memory_utilization)."""
     cost: CostModel = DEFAULT_COST
     """The GPU, its links and network, and the shares of their peaks that are reached."""
     _products: dict[tuple[int, ...], float] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Cached seconds of matmuls: most forward passes have the same ones."""
+    """A cache of matmuls' times: most forward passes have the same matmuls."""
 
     def __post_init__(self) -> None:
         self.sizes.check()
@@ -89,7 +89,7 @@ class Server:
             raise ValueError(f"pp={self.pp} stages are too many for {sizes.layers} layers")
 
     def with_costs(self, **changes: object) -> "Server":
-        """Return a copy with other fields of the ``CostModel``, such as shares, ``gpu`` or ``network``."""
+        """Return a copy with changes to its ``CostModel``, such as its GPU, network or shares."""
         return dataclasses.replace(self, cost=self.cost.changed(changes))
 
     @property
@@ -100,7 +100,7 @@ class Server:
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of weights on the fullest GPU: a stage's blocks, and embedding or output or both."""
+        """The bytes of weights on the fullest GPU: blocks, and the embedding, output or both."""
         sizes = self.sizes
         norms = 2 * sizes.width * _ACTIVATION_BYTES
         block = sizes.block_products * self.weight_bits // 8 // self.tp + norms
@@ -109,13 +109,13 @@ class Server:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """The bytes per token on each GPU of the stage with the most layers."""
+        """The cache's bytes per token on each GPU of the stage with the most layers."""
         numbers = 2 * self._stage_layers * self._key_value_width
         return numbers * self.cache_bits // 8
 
     @property
     def cache_tokens(self) -> int:
-        """The number of tokens that fit into the cache; below 0, the weights don't fit."""
+        """The number of tokens that fit in the cache; negative if the weights don't fit."""
         room = self.usable_memory * self.cost.spec.memory_bytes - self.weight_bytes
         return math.floor(room / self.cache_bytes_per_token)
 
@@ -134,50 +134,50 @@ class Server:
     def forward_s(self, work: Iterable[tuple[int, int]]) -> float:
         """Return the time of a forward pass through all stages.
 
-        ``work`` has each sequence's new tokens and those cached before: ``[(2048, 0)]`` is the prefill
-        of a prompt, ``[(1, 2048)] * 32`` a decoding step.
+        ``work`` has each sequence's numbers of new and cached tokens: ``[(2048, 0)]`` is the
+        prefill of a prompt, ``[(1, 2048)] * 32`` a decoding step.
         """
         tokens = sequences = pairs = read = 0
         for new, cached in work:
             sequences += 1
             tokens += new
-            pairs += (
-                new * cached + new * (new + 1) // 2
-            )  # each new token attends to those up to itself
+            # Each new token attends to all tokens up to itself.
+            pairs += new * cached + new * (new + 1) // 2
             read += cached + new
         return self._forward_s(tokens, sequences, pairs, read)
 
     def prefill_s(self, prompt: int) -> float:
-        """Return the time for a prompt's tokens, until the first output token."""
+        """Return the time of a prompt's prefill, which ends with the first output token."""
         check_count("prompt", prompt)
         return self.forward_s([(prompt, 0)])
 
     def decode_s(self, batch: int, context: int) -> float:
-        """Return the time until ``batch`` sequences, with ``context`` tokens each, have their next token.
+        """Return the time until ``batch`` sequences of ``context`` tokens have their next token.
 
-        With several stages, groups of batch / pp sequences follow each other, so that no stage waits.
+        With multiple stages, groups of batch / pp sequences follow each other, so that no stage is
+        idle.
         """
         check_count("batch", batch)
         group = math.ceil(batch / self.pp)
         return self._forward_s(group, group, group * (context + 1), group * (context + 1))
 
     def generate_s(self, batch: int, prompt: int, output: int) -> float:
-        """Return the time of a static batch: ``batch`` prompts of the same length, then all their tokens."""
+        """Return the time of a static batch: ``batch`` equally long prompts, and their outputs."""
         check_count("output", output)
         group = math.ceil(batch / self.pp)
         prefill_s = self.forward_s([(prompt, 0)] * group)
         return prefill_s + (output - 1) * self.decode_s(batch, prompt + output // 2)
 
     def tokens_per_s(self, batch: int, prompt: int, output: int) -> float:
-        """Return the output tokens/s of all GPUs together while there are always ``batch`` sequences.
+        """Return the total output tokens/s if there are always ``batch`` sequences.
 
         As soon as a sequence ends, the next one's prompt is processed along with the others' next
-        tokens (continuous batching, with prompts in chunks).
+        tokens (continuous batching with chunked prefill).
         """
         return batch / self.mixed_step_s(batch, prompt, output)
 
     def mixed_step_s(self, batch: int, prompt: int, output: int) -> float:
-        """Return the mean time between two tokens of one of the sequences of ``tokens_per_s``."""
+        """Return the mean time between two tokens of a sequence, under ``tokens_per_s``'s load."""
         check_count("batch", batch)
         check_count("output", output)
         group = math.ceil(batch / self.pp)
@@ -190,7 +190,7 @@ class Server:
             group * (context + 1) + math.ceil(prompts * prompt),
         )
 
-    # One forward
+    # One forward pass
 
     @property
     def _stage_layers(self) -> int:
@@ -213,7 +213,7 @@ class Server:
         )
         block_s = sum(
             [
-                2 * self._move_s(4 * hidden_bytes),  # a norm, and the sum before it
+                2 * self._move_s(4 * hidden_bytes),  # a norm, and the residual sum before it
                 self._product_s(tokens, sizes.width, width + 2 * narrow, bits),
                 self._move_s(2 * tokens * (width + narrow) * _ACTIVATION_BYTES),  # rotary positions
                 cost.kernel_time_s(attention),
@@ -245,9 +245,10 @@ class Server:
         return self.cost.kernel_time_s(Workload(0, size_bytes))
 
     def all_reduce_s(self, size_bytes: float) -> float:
-        """Return the time to sum a tensor over the ranks of ``tp``.
+        """Return the time to all-reduce a tensor across the ``tp`` ranks.
 
-        In one shot, each rank reads every other rank's whole tensor, between two barriers.
+        In a one-shot all-reduce, each rank reads every other rank's full tensor, between two
+        barriers.
         """
         if self.tp == 1:
             return 0.0
@@ -260,7 +261,7 @@ class Server:
         return min(ring_s, 2 * link.latency_s + (self.tp - 1) * size_bytes / bytes_per_s)
 
     def _sends_s(self, hidden_bytes: float) -> float:
-        """Return the time from stage to stage: each rank sends its part of the hidden states."""
+        """Return the time of all sends between stages, in which each rank sends its part."""
         stages = [(stage * self.tp, (stage + 1) * self.tp) for stage in range(self.pp - 1)]
         each = hidden_bytes / self.tp
         return sum(self.cost.group_time_s("send", each, pair) for pair in stages)
@@ -270,7 +271,7 @@ class Server:
 
 
 def report(server: Server, prompt: int, output: int) -> str:
-    """Say as text whether the server fits and, for several batch sizes, how long tokens take.
+    """Return a text about whether the server fits and, by batch size, how long tokens take.
 
     ``prompt`` and ``output`` are tokens per request.
     """
@@ -280,9 +281,9 @@ def report(server: Server, prompt: int, output: int) -> str:
     head = f"tp {server.tp} × pp {server.pp} on {server.gpus} {spec.name.removeprefix('Virtual ')}"
     rows = [
         ("weights", format_bytes(server.weight_bytes)),
-        ("cache, a token", format_bytes(server.cache_bytes_per_token)),
-        (f"for both, {server.usable_memory:.0%} of", format_bytes(spec.memory_bytes)),
-        ("tokens in the cache", f"{max(0, server.cache_tokens):,}"),
+        ("cache per token", format_bytes(server.cache_bytes_per_token)),
+        (f"memory, {server.usable_memory:.0%} usable", format_bytes(spec.memory_bytes)),
+        ("tokens that fit in the cache", f"{max(0, server.cache_tokens):,}"),
         (f"sequences of {prompt:,} + {output:,} tokens", f"{most:,}"),
     ]
     bytes_table = str(Table(("bytes per GPU", ""), rows))
@@ -299,15 +300,17 @@ def report(server: Server, prompt: int, output: int) -> str:
     header = (
         "sequences at once",
         "next token after",
-        "tokens/s of each",
-        "output tokens/s, with prompts",
+        "tokens/s per sequence",
+        "total output tokens/s, with prompts",
     )
     return "\n\n".join(
         [
             head,
             bytes_table,
-            f"It fits. The first token of a prompt comes after {format_seconds(server.prefill_s(prompt))}.",
+            f"It fits. A prompt takes {format_seconds(server.prefill_s(prompt))} until its first "
+            "output token.",
             str(Table(header, times)),
-            f"{sizes.parameters / 1e9:.1f} billion parameters. Virtual time, predicted by a cost model.",
+            f"{sizes.parameters / 1e9:.1f} billion parameters. Virtual time, predicted by a cost "
+            "model.",
         ]
     )

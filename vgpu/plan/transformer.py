@@ -21,7 +21,7 @@ def check_count(name: str, value: object) -> None:
 
 FORMS = ("llama", "gpt")
 """Llama has RMSNorm, rotary positions and SwiGLU with three matrices; GPT has LayerNorm, learned
-positions and GELU with two. Here, neither has biases."""
+positions and GELU with two matrices. Here, neither has biases."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,18 @@ class TransformerSizes:
     layers: int
     width: int
     heads: int
-    key_value_heads: int  # heads / key_value_heads query heads share each of them
+    key_value_heads: int  # heads / key_value_heads query heads share each one
     feed_forward: int
     vocabulary: int
-    sequence: int = 8192  # the longest that the model takes
-    rotary_base: float = (
-        500_000.0  # Llama 3's; a larger base distinguishes positions that are further apart
-    )
+    sequence: int = 8192  # maximum length
+    # Llama 3's; a larger base distinguishes positions that are further apart.
+    rotary_base: float = 500_000.0
     form: str = "llama"  # one of ``FORMS``
     experts: ExpertSizes | None = None  # in place of the blocks' feed-forward layers
     head_size: int | None = None  # width of a head, if it isn't width / heads
 
     def check(self) -> None:
-        """Raise ValueError for sizes that no ``Transformer`` can have."""
+        """Raise ValueError if no ``Transformer`` can have these sizes."""
         for name, count in vars(self).items():
             if name not in ("rotary_base", "form", "experts", "head_size"):
                 check_count(name, count)
@@ -51,7 +50,8 @@ class TransformerSizes:
             self.experts.check()
             if self.experts.dense_layers >= self.layers:
                 raise ValueError(
-                    f"{self.experts.dense_layers} dense layers leave none of {self.layers} for experts"
+                    f"{self.experts.dense_layers} dense layers leave none of {self.layers} layers "
+                    "for experts"
                 )
         if self.form not in FORMS:
             raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
@@ -62,18 +62,18 @@ class TransformerSizes:
             check_count("head_size", self.head_size)
             if self.head_size % 2:
                 raise ValueError(
-                    f"head_size must be even, since rotary positions rotate pairs of numbers, got "
+                    f"head_size must be even, since rotary positions rotate pairs of values, got "
                     f"{self.head_size}"
                 )
         elif self.width % (2 * self.heads):
             raise ValueError(
-                f"a width of {self.width} can't be divided among {self.heads} heads, each of an "
-                "even width: rotary positions rotate pairs of numbers"
+                f"a width of {self.width} can't be divided into {self.heads} heads of an even "
+                "width: rotary positions rotate pairs of values"
             )
         if self.heads % self.key_value_heads:
             raise ValueError(
-                f"{self.heads} heads can't be divided among {self.key_value_heads} key and value "
-                "heads: each must be shared by equally many"
+                f"{self.heads} heads can't be divided evenly among {self.key_value_heads} "
+                "key-value heads: each must be shared by the same number of heads"
             )
 
     @property
@@ -82,12 +82,12 @@ class TransformerSizes:
 
     @property
     def query_width(self) -> int:
-        """The width of all query heads side by side."""
+        """The total width of all query heads."""
         return self.head_width * self.heads
 
     @property
     def key_value_width(self) -> int:
-        """The width of all key heads, or all value heads, side by side."""
+        """The total width of all key heads, or of all value heads."""
         return self.head_width * self.key_value_heads
 
     @property
@@ -108,7 +108,7 @@ class TransformerSizes:
 
     @property
     def expert_products(self) -> int:
-        """The parameters of all blocks' experts, which the ranks of ``ep`` divide among themselves."""
+        """The number of parameters in the experts of all blocks, which ``ep`` ranks share."""
         if self.experts is None:
             return 0
         layers = self.layers - self.experts.dense_layers
@@ -126,7 +126,7 @@ class TransformerSizes:
 
     @property
     def least_inside(self) -> int:
-        """The smallest inner width after attention that a token goes through in any block."""
+        """The smallest inner width of any block's feed-forward layer or experts, per token."""
         if self.experts is None:
             return self.feed_forward
         routed = self.experts.per_token * min(self.experts.capacity, 1.0) * self.experts.width
@@ -140,13 +140,13 @@ class TransformerSizes:
 
     @property
     def blocks_parameters(self) -> int:
-        """Parameters of all blocks, including their norms."""
+        """The number of parameters in all blocks, including their norms."""
         count = 0 if self.experts is None else self.experts.count
         return self._all_products(count) + self.layers * 2 * self.width
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole ``Transformer``."""
+        """The number of parameters in the entire ``Transformer``."""
         positions = 0 if self.form == "llama" else self.sequence
         ends = (2 * self.vocabulary + positions + 1) * self.width
         return self.blocks_parameters + ends
@@ -170,15 +170,16 @@ MIXTRAL = {
 }
 
 # A model with 352,896 parameters, small enough to learn letters on a CPU. With 64 positions, a base
-# of 20 rotates each pair of numbers far enough to be useful.
+# of 20 rotates each pair of values far enough to be useful.
 LETTERS = TransformerSizes(2, 128, 4, 4, 256, 96, sequence=64, rotary_base=20.0)
 
 
 class Transformer(nn.Module):
-    """A Llama-style decoder-only transformer, either small enough to train here, or with shapes only.
+    """A Llama-style decoder-only transformer, small enough to train here or with shapes only.
 
-    Takes (B, S) integers, and returns (B, S, vocabulary) logits. It has a norm before each layer,
-    grouped key and value heads, and no biases; the rest depends on its form (``FORMS``).
+    It takes (B, S) integers and returns (B, S, vocabulary) logits. It has a norm before each
+    attention and feed-forward layer, grouped-query attention, and no biases; the rest depends on
+    its form (``FORMS``).
     """
 
     cos: torch.Tensor
@@ -203,11 +204,11 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int = 0, only_buffers: bool = False) -> None:
-        """Initialize every parameter and buffer in place, for a model from the meta device.
+        """Initialize every parameter and buffer in place, for a model created on the meta device.
 
-        The values don't depend on how the model is divided: each rank draws all of them on the host,
-        one whole parameter at a time, and keeps its part. With ``only_buffers``, the parameters are
-        left alone, for a model whose parameters are loaded next.
+        The values don't depend on how the model is sharded: each rank draws all of them on the
+        host, one full parameter at a time, and keeps its part. With ``only_buffers``, parameters
+        stay as they are, for a model that loads them next.
         """
         angles = rotary_angles(len(self.cos), self.sizes.head_width, self.sizes.rotary_base)
         self.cos.copy_(angles.cos())
@@ -232,7 +233,7 @@ class Transformer(nn.Module):
         if length > len(self.cos):
             raise ValueError(
                 f"a sequence of {length} tokens is longer than the {len(self.cos)} that this "
-                "Transformer was made for: cut it, or create the model with a longer sequence."
+                "Transformer supports: truncate it, or create the model with a larger sequence."
             )
         cos, sin = self.cos[:length], self.sin[:length]
         hidden = self.embedding(tokens)  # (B, S, width)
@@ -244,7 +245,7 @@ class Transformer(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then a feed-forward layer or experts; each adds to its input."""
+    """Attention, then a feed-forward layer or experts, each with a residual connection."""
 
     def __init__(self, sizes: TransformerSizes, has_experts: bool = False) -> None:
         super().__init__()
@@ -266,10 +267,11 @@ def _experts(sizes: TransformerSizes) -> Experts:
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm written out, as in Llama's own code, and as GPUs ran it before PyTorch 2.9.
+    """nn.RMSNorm as separate operations, as in Llama's own code and on GPUs before PyTorch 2.9.
 
-    The values are the same. Since then, nn.RMSNorm is one kernel on GPUs, and keeps less for the
-    backward pass; the published training runs that predictions are compared with ran it in parts.
+    The values are the same. Since 2.9, nn.RMSNorm has been a single kernel on GPUs, and saves less
+    for the backward pass; the published training runs that predictions are compared with used
+    separate kernels.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -290,15 +292,16 @@ def norm(sizes: TransformerSizes) -> nn.Module:
 def _keep_size(*layers: nn.Linear) -> None:
     """Initialize the weights so that outputs are about as large as inputs.
 
-    With nn.Linear's own initialization, outputs are smaller by the square root of three. After two
-    or three layers in a row, a block would add little to its input, and learn late.
+    With nn.Linear's own initialization, outputs are smaller by a factor of the square root of
+    three. After two or three layers in a row, a block would add little to its input, and be
+    slow to learn.
     """
     for layer in layers:
         nn.init.kaiming_uniform_(layer.weight, nonlinearity="linear")
 
 
 class CausalAttention(nn.Module):
-    """Attention of each position to itself and those before it. Input and output are (B, S, width)."""
+    """Causal attention, with or without rotary positions. Input and output are (B, S, width)."""
 
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
@@ -323,7 +326,7 @@ class CausalAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, 2020), in which one matmul's result gates the other's; or GELU, without a gate."""
+    """SwiGLU (Shazeer, 2020), where one matmul's output gates another; or GELU, without a gate."""
 
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
@@ -345,16 +348,16 @@ class FeedForward(nn.Module):
 
 
 def rotary_angles(length: int, head_width: int, base: float) -> torch.Tensor:
-    """Return the angle by which each position rotates each pair of numbers: (length, head_width / 2).
+    """Return the angle by which each position rotates each pair: (length, head_width / 2).
 
-    The source is Su et al., 2021, RoFormer.
+    Source: Su et al., 2021, RoFormer.
     """
     pairs = torch.arange(0, head_width, 2) / head_width
     return torch.arange(length)[:, None] / base**pairs
 
 
 def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate each pair of neighboring numbers in (B, heads, S, head_width) by its position's angle.
+    """Rotate each pair of adjacent values in (B, heads, S, head_width) by its position's angle.
 
     As in Llama's own code, each pair is a complex number, so a single multiplication rotates it.
     """

@@ -1,8 +1,8 @@
-"""Counts the operators that are dispatched, the collectives that a rank calls, and the bytes it sends.
+"""Counts dispatched operators, the collectives that a rank calls, and the bytes that it sends.
 
 Every collective, even one called by a DTensor or a backward pass, is an operator in
-collectives/table.py, on virtual GPUs, real GPUs and the CPU. Ranks import this file, so it doesn't import
-DTensor, which takes a second.
+collectives/table.py, on virtual GPUs, real GPUs and the CPU. Ranks import this file, so it doesn't
+import DTensor, which takes a second.
 """
 
 import functools
@@ -24,8 +24,8 @@ from vgpu.collectives.calls import Call
 class EagerDispatchMode(TorchDispatchMode):
     """A dispatch mode that doesn't import the compiler.
 
-    By default, torch guards a mode against compilation, and imports all of torch._dynamo for that at the
-    first call, which takes seconds.
+    By default, torch guards a mode against compilation. For that, the first call imports all of
+    torch._dynamo, which takes seconds.
     """
 
     @classmethod
@@ -33,17 +33,17 @@ class EagerDispatchMode(TorchDispatchMode):
         return False
 
 
-# Operators that copy a tensor to another device or dtype, into an existing tensor, or to a new one.
+# Operators that copy a tensor to another device or dtype, to an existing tensor, or to a new one.
 _COPYING = ("_to_copy", "copy_", "clone")
 
 
 class OperatorLog(EagerDispatchMode):
     """The operators that reach PyTorch's dispatcher inside a ``with`` block, in order.
 
-    ``names`` has their names ("zeros", "mul", "_to_copy"), ``lines`` each name with its keyword arguments,
-    as in "_to_copy(device=cuda:0)"; None and False are omitted. Calls that return their argument, such as
-    ``.to`` to the same device, dispatch nothing and aren't listed. Only the thread that enters the block
-    is logged.
+    ``names`` has their names ("zeros", "mul", "_to_copy"), and ``lines`` has each name with its
+    keyword arguments, as in "_to_copy(device=cuda:0)"; None and False are omitted. Calls that
+    return their argument, such as ``.to`` with the same device, dispatch nothing and aren't listed.
+    Only the thread that enters the block is logged.
     """
 
     def __init__(self) -> None:
@@ -67,8 +67,8 @@ class OperatorLog(EagerDispatchMode):
 class CollectiveObserver(EagerDispatchMode):
     """Calls ``see`` before each collective in a ``with`` block.
 
-    Collectives of a backward pass are seen, and those that a future's callback calls, which runs on
-    another thread: PowerSGD's hook for DDP does that.
+    This includes collectives in a backward pass, and in a future's callback, which runs on another
+    thread: PowerSGD's communication hook for DDP calls some there.
     """
 
     def __init__(self) -> None:
@@ -76,9 +76,8 @@ class CollectiveObserver(EagerDispatchMode):
         self._patches = ExitStack()
 
     def __enter__(self) -> Self:
-        future: Any = (
-            torch._C.Future
-        )  # the class of a work's future, and the base of torch.futures.Future
+        # The class of a work's future, and the base class of torch.futures.Future.
+        future: Any = torch._C.Future
         for name in ("then", "add_done_callback"):
             observed = self._observed(getattr(future, name))
             self._patches.enter_context(mock.patch.object(future, name, observed))
@@ -96,7 +95,7 @@ class CollectiveObserver(EagerDispatchMode):
             def observed_callback(done: Any) -> Any:
                 active = _get_current_dispatch_mode_stack()
                 if any(getattr(mode, "observer", mode) is self for mode in active):
-                    return callback(done)  # it runs at once, on an observed thread
+                    return callback(done)  # runs immediately, on an observed thread
                 with _InCallback(self):
                     return callback(done)
 
@@ -117,7 +116,7 @@ class CollectiveObserver(EagerDispatchMode):
 
 
 class _InCallback(EagerDispatchMode):
-    """Observes on a callback's thread; a mode object keeps state and can't be active on two threads."""
+    """Observes on a callback's thread: a mode has state, so two threads can't share one."""
 
     def __init__(self, observer: CollectiveObserver) -> None:
         super().__init__()
@@ -128,18 +127,19 @@ class _InCallback(EagerDispatchMode):
 
 
 class CollectiveCounter(CollectiveObserver):
-    """Counts what this rank sends in a ``with`` block, including in a backward pass.
+    """Counts what this rank sends in a ``with`` block, including during backward.
 
-    ``calls`` has each collective's name and size in bytes, as nccl-tests defines it
-    (doc/PERFORMANCE.md): of the output for ``all_gather``, of the input for ``reduce_scatter``.
-    ``sent_bytes`` is what the rank sends in total, with ring algorithms. Barriers aren't counted.
-    Raises NotImplementedError for ``gather`` and ``scatter``, in which ranks send different amounts.
+    ``calls`` has each collective's name and size in bytes. As defined by nccl-tests
+    (doc/PERFORMANCE.md), the size is the output's for ``all_gather``, and the input's for
+    ``reduce_scatter``. ``sent_bytes`` is the rank's total with ring algorithms; barriers don't
+    count. Raises NotImplementedError for ``gather`` and ``scatter``, in which ranks send different
+    amounts.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[str, int]] = []
-        self._sent_bytes: list[float] = []  # by call; appending is safe from several threads
+        self._sent_bytes: list[float] = []  # by call; appending is safe from multiple threads
 
     @property
     def sent_bytes(self) -> float:
@@ -159,12 +159,12 @@ class CollectiveCounter(CollectiveObserver):
 
 # On a rank
 
-# A collective's name, and the number of elements that this rank passed (for a receive, that it got).
+# A collective's name, and the number of elements that this rank passed (or received, for "recv").
 CollectiveCalls = list[tuple[str, int]]
 
 
 def own_gpu() -> torch.device:
-    """The GPU of this rank."""
+    """Return this rank's GPU."""
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     return torch.device(accelerator.type, int(os.environ["LOCAL_RANK"]))
@@ -173,7 +173,7 @@ def own_gpu() -> torch.device:
 def count_collectives(
     rank: int, world_size: int, function: Callable[..., Any], *args: Any
 ) -> tuple[Any, CollectiveCalls]:
-    """On a rank, return ``function(rank, world_size, *args)``, and the collectives that it called."""
+    """Call ``function(rank, world_size, *args)`` on a rank; return its result and collectives."""
     with _InputCounter(None) as counter:
         result = function(rank, world_size, *args)
     return result, counter.calls
@@ -182,9 +182,9 @@ def count_collectives(
 def count_collectives_on_gpu(
     rank: int, world_size: int, function: Callable[..., Any], *args: Any
 ) -> tuple[Any, CollectiveCalls]:
-    """Do the same on a rank with a GPU; raises TypeError for a collective on CPU tensors.
+    """Do the same on a rank with a GPU; raise TypeError for a collective on CPU tensors.
 
-    The tensors of a collective must be on the rank's GPU: that's NCCL's rule, also for virtual GPUs.
+    NCCL requires a collective's tensors to be on the rank's GPU; the same holds for virtual GPUs.
     """
     with _InputCounter(own_gpu()) as counter:
         result = function(rank, world_size, *args)
@@ -192,7 +192,7 @@ def count_collectives_on_gpu(
 
 
 MAKE_IT_ON_THE_GPU = (
-    "make it there, with device=..., or with new_tensor and new_empty of a tensor there"
+    "create it there, with device=..., or with new_tensor or new_empty of a tensor there"
 )
 
 
@@ -210,13 +210,13 @@ class _InputCounter(CollectiveObserver):
         on_cpu = any(tensor.is_cpu for tensor in (*call.inputs, *call.outputs))
         if self._gpu and on_cpu and call.name != "barrier" and not _carries_pickles():
             raise TypeError(
-                f"{call.name} was given a CPU tensor, and NCCL carries only what is on the rank's GPU, "
-                f"here {self._gpu}: {MAKE_IT_ON_THE_GPU}"
+                f"{call.name} was given a CPU tensor, and NCCL sends only tensors on the rank's "
+                f"GPU, here {self._gpu}: {MAKE_IT_ON_THE_GPU}"
             )
 
 
 def _carries_pickles() -> bool:
-    """Whether the call is one for Python objects, which may be sent as bytes on the CPU."""
+    """Whether the call is for Python objects, which may be sent as bytes on the CPU."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if "object" in frame.f_code.co_name:

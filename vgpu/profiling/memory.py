@@ -1,4 +1,4 @@
-"""The memory of each GPU by cause: at one point in time, or after every operation of a step."""
+"""Each GPU's memory by cause: at one point in time, or after every operation of a step."""
 
 import gc
 import weakref
@@ -22,9 +22,9 @@ ACTIVATIONS, TEMPORARY = "activations", "temporary"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """For each device, bytes by cause, in the order in which the causes were passed.
+    """Each device's bytes by cause, in the order in which the causes were passed.
 
-    ``peak_bytes`` is the peak on each device since the previous snapshot, or since the peak was reset.
+    ``peak_bytes`` is each device's peak since the previous snapshot, or since the peak was reset.
     """
 
     step: str
@@ -32,7 +32,7 @@ class Snapshot:
     peak_bytes: dict[torch.device, int]
 
     def total_bytes(self, device: torch.device) -> int:
-        """All bytes allocated on ``device``."""
+        """Return the total bytes allocated on ``device``."""
         return sum(self.by_cause[device].values())
 
 
@@ -42,8 +42,8 @@ def snapshot(
     """Return the bytes on each of ``gpus`` now, split by cause.
 
     ``known`` maps a cause to its tensors, on any device. A tensor counts once, for its first cause.
-    Anything else that's allocated counts as ``OTHER``: mostly what autograd saved for the backward pass,
-    and the allocator's rounding to 512 bytes. Resets the device's peak.
+    Anything else that's allocated counts as ``OTHER``: mostly tensors that autograd saved for the
+    backward pass, and the allocator's rounding to 512 bytes. Resets each device's peak.
     """
     module = torch.get_device_module(gpus[0])
     peak_bytes = {gpu: module.max_memory_allocated(gpu) for gpu in gpus}
@@ -64,11 +64,11 @@ def snapshot(
 
 
 def peaks_during(step: Callable[[], object], gpus: Sequence[torch.device]) -> list[int]:
-    """Return the peak bytes of ``step()`` on each of ``gpus``, minus what was allocated before it."""
+    """Return the peak bytes of ``step()`` on each of ``gpus``, minus those allocated before it."""
     module = torch.get_device_module(gpus[0])
     for gpu in gpus:
         module.reset_peak_memory_stats(gpu)
-    # Otherwise tensors in reference cycles would be freed at arbitrary times.
+    # Otherwise, tensors in reference cycles would be freed at arbitrary times.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -85,9 +85,9 @@ def peaks_during(step: Callable[[], object], gpus: Sequence[torch.device]) -> li
 def capacity(gpu: torch.device, size_bytes: int) -> Iterator[None]:
     """Limit the memory of ``gpu`` to ``size_bytes`` inside the block.
 
-    On a real GPU, PyTorch's caching allocator enforces the limit, which includes reserved memory; on a
-    virtual GPU, only allocated memory counts. Exceeding it raises torch.OutOfMemoryError. Raises ValueError
-    for a size that isn't positive, or a device that isn't a GPU.
+    On a real GPU, PyTorch's caching allocator enforces the limit, which includes reserved memory;
+    on a virtual GPU, only allocated memory counts. Exceeding it raises torch.OutOfMemoryError.
+    Raises ValueError for a size that isn't positive, or a device that isn't a GPU.
     """
     virtual = gpus.resolve(gpu)
     if size_bytes <= 0 or (gpu.type != "cuda" and virtual is None):
@@ -117,7 +117,7 @@ class Moment:
     phase: str
     operation: str  # its name in torch.ops.aten
     by_cause: dict[str, int]
-    activations_by_module: dict[str, int]  # whose forward created them, "" outside every module
+    activations_by_module: dict[str, int]  # whose forward created them; "" outside all modules
 
     @property
     def total_bytes(self) -> int:
@@ -127,12 +127,13 @@ class Moment:
 class StepRecord(EagerDispatchMode):
     """The bytes on one GPU after every operation of a training step, by cause.
 
-    It's a context manager around one step; inside it, ``phase(name)`` marks the next phase. The causes are,
-    in order, parameters, optimizer state, inputs, gradients (the ``.grad`` of parameters), activations
-    (created in the phase "forward", and in a module's forward during recomputation), and temporary: the
-    rest, such as gradients of activations, and temporaries of the optimizer. Anything else that was on the
-    GPU before is left out. Sizes are rounded up to 512 bytes, as allocators do. Memory that an operation
-    allocates and frees while it runs isn't seen.
+    Use it as a context manager around one step; inside it, ``phase(name)`` starts the next phase.
+    The causes are, in order, parameters, optimizer state, inputs, gradients (the ``.grad`` of
+    parameters), activations (created in the phase "forward", or in a module's forward during
+    recomputation), and temporary: the rest, such as gradients of activations, and the optimizer's
+    temporary tensors. Anything else that was on the GPU before the step is left out. Sizes are
+    rounded up to multiples of 512 bytes, as in allocators. Memory that an operation allocates and
+    frees while it runs isn't seen.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class StepRecord(EagerDispatchMode):
         self._phase = name
 
     def most(self, cause: str) -> int:
-        """The peak bytes of ``cause``."""
+        """Return the peak bytes of ``cause``."""
         return max(moment.by_cause[cause] for moment in self.moments)
 
     def __enter__(self) -> Self:
@@ -174,7 +175,7 @@ class StepRecord(EagerDispatchMode):
             enter = module.register_forward_pre_hook(
                 lambda *_, name=name: self._running.append(name)
             )
-            # The hook also runs if activation checkpointing stops a recomputation early, by an exception.
+            # Also runs if activation checkpointing stops a recomputation early with an exception.
             leave = module.register_forward_hook(lambda *_: self._leave(), always_call=True)
             self._hooks += [enter, leave]
         super().__enter__()
@@ -193,7 +194,7 @@ class StepRecord(EagerDispatchMode):
         result = func(*args, **(kwargs or {}))
         if self._phase == "forward" or self._running:
             self._note_new(result, (args, kwargs))
-        if func.namespace == "aten":  # not the profiler's own marks
+        if func.namespace == "aten":  # not the profiler's markers
             self.moments.append(self._moment(func.overloadpacket.__name__))
         return result
 
@@ -204,7 +205,7 @@ class StepRecord(EagerDispatchMode):
         return torch.get_device_module(self._gpu).memory_allocated(self._gpu)
 
     def _note_new(self, result: Any, inputs: Any) -> None:
-        """Remember the storages created by an operation, namely those that aren't its inputs'."""
+        """Remember the storages that an operation created: those that aren't its inputs'."""
         old = {_place(tensor) for tensor in self._own(inputs)}
         for tensor in self._own(result):
             if _place(tensor) not in old:
@@ -220,7 +221,7 @@ class StepRecord(EagerDispatchMode):
         ]
 
     def _known(self) -> tuple[dict[str, int], set[int]]:
-        """Bytes of the causes whose tensors are known, and the addresses of those tensors."""
+        """Return the bytes of causes with known tensors, and the addresses of these tensors."""
         state = self._optimizer.state if self._optimizer else {}
         # Called thousands of times: skip __torch_function__ of tensor subclasses.
         with torch._C.DisableTorchFunctionSubclass():
@@ -243,7 +244,7 @@ class StepRecord(EagerDispatchMode):
         return by_cause, seen
 
     def _measure(self, value: Any) -> tuple[int, int]:
-        """The address and bytes of a tensor's storage; (0, 0) for anything that isn't on the GPU."""
+        """Return the address and bytes of a tensor's storage, or (0, 0) if it isn't on the GPU."""
         known = self._measured.get(id(value))
         if known is None or known[0]() is not value:
             if not isinstance(value, torch.Tensor) or value.device != self._gpu:
@@ -271,5 +272,5 @@ def _place(tensor: torch.Tensor) -> int:
 
 
 def _size_bytes(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor's storage, rounded as allocators do."""
+    """Return the bytes of a tensor's storage, rounded as in allocators."""
     return rounded(tensor.untyped_storage().nbytes())

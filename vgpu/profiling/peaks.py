@@ -1,8 +1,8 @@
 """The bytes on one virtual GPU at the peak of a step, by cause.
 
-While ``memory.StepRecord`` measures after each operation, this records each allocation, including
-temporaries inside an operation. It also works with shapes, DTensors and FSDP2, on ranks, and in
-``vgpu.cluster``.
+Whereas ``memory.StepRecord`` measures after each operation, this file records each allocation,
+including temporaries inside an operation. It also works with shapes, DTensors and FSDP2, on ranks,
+and in ``vgpu.cluster``.
 """
 
 import functools
@@ -37,18 +37,18 @@ class PeakByCause:
 
     Their sum is the step's ``max_memory_allocated()``. The causes are:
 
-    - parameters, including buffers, and optimizer state: what persists between steps,
-    - gradients of parameters, and FSDP2's buffers for reducing them,
-    - gathered parameters: FSDP2's unsharded parameters and its buffers for gathering them,
-    - activations: what forward creates, also during recomputation,
-    - temporary: gradients of activations, and temporaries of the optimizer,
-    - other: anything else that was on the GPU before the step, and the buckets of DDP.
+    - parameters, including buffers, and optimizer state: both persist between steps,
+    - gradients: those of parameters, and FSDP2's buffers for reducing them,
+    - gathered parameters: FSDP2's unsharded parameters, and its buffers for gathering them,
+    - activations: everything that forward creates, including during recomputation,
+    - temporary: gradients of activations, and the optimizer's temporary tensors,
+    - other: anything else that was on the GPU before the step, and DDP's buckets.
 
-    Determining the cause of a block takes some microseconds, which slows the step down.
+    Determining the cause of a block takes a few microseconds, which slows the step down.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Raises ValueError for a model that isn't on a virtual GPU."""
+        """Raise ValueError for a model that isn't on a virtual GPU."""
         self._model, self._optimizer = model, optimizer
         self._device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         if self._device.type != "vgpu":
@@ -118,7 +118,7 @@ class PeakByCause:
     # While the step runs
 
     def _on_forward(self, module: nn.Module, args: object) -> None:
-        """Note a module's parameters as gathered, if FSDP2 has gathered them: they're complete now."""
+        """Mark a module's parameters as gathered if FSDP2 has gathered them by now."""
         for parameter in module.parameters(recurse=False):
             self._know(GATHERED, [parameter])
             self._hook(parameter)
@@ -140,7 +140,7 @@ class PeakByCause:
         self._is_stepping = False
 
     def _cause_now(self) -> str:
-        """Return the cause of a block that's allocated now, as far as the call stack shows it."""
+        """Return the cause of the block being allocated, as far as the call stack shows it."""
         of_wrappers = _of_wrappers()
         frame = sys._getframe()
         while frame.f_back is not None:
@@ -175,7 +175,7 @@ class PeakByCause:
 
 @functools.cache
 def _of_wrappers() -> dict[CodeType, str]:
-    """Return the causes of what functions of FSDP2 and DDP allocate."""
+    """Return the causes of memory that FSDP2's and DDP's functions allocate, by code object."""
     causes: dict[Callable[..., Any], str] = {
         collectives.foreach_all_gather: GATHERED,
         collectives.foreach_all_gather_copy_out: GATHERED,

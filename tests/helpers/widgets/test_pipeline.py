@@ -106,7 +106,7 @@ def test_layer_cost_leaves_virtual_gpus_as_they_were():
 @pytest.mark.parametrize(
     ("choice", "said"),
     [
-        (("interleaved 1F1B, 2 chunks", 8, 4), "4 isn't a multiple of that"),
+        (("interleaved 1F1B, 2 chunks", 8, 4), "4 isn't a multiple of 8"),
         (("1F1B", 8, BATCH * 2, "H100"), "doesn't divide evenly"),
     ],
 )
@@ -131,4 +131,4 @@ def test_every_control_redraws(drawn):
     assert played[-1].makespan == answer("zero bubble (ZB-H1)", 8, 32, "H100").simulated.makespan
     kind.value, micro_batches.value = "interleaved 1F1B, 2 chunks", 4
     (told,) = explorer.children[-1].outputs
-    assert len(drawn) == 6 and "a multiple of that" in told["text"]
+    assert len(drawn) == 6 and "a multiple of 8" in told["text"]

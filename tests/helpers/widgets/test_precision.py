@@ -9,12 +9,12 @@ from helpers.widgets.precision import FORMATS, LARGER, SCALES, answer
 
 def test_without_a_large_number_no_scale_rounds_numbers_to_zero():
     for per in SCALES:
-        assert answer("e4m3", per, "one number", 1).zero < 0.001
-    assert answer("e4m3", "tensor", "one number", 1).error == pytest.approx(0.026, rel=0.1)
+        assert answer("e4m3", per, "one value", 1).zero < 0.001
+    assert answer("e4m3", "tensor", "one value", 1).error == pytest.approx(0.026, rel=0.1)
 
 
 def test_e5m2_has_twice_the_error_and_a_wider_range():
-    near, far = ({f: answer(f, "tensor", "one number", t) for f in FORMATS} for t in (1, 100_000))
+    near, far = ({f: answer(f, "tensor", "one value", t) for f in FORMATS} for t in (1, 100_000))
     assert near["e5m2"].error == pytest.approx(2 * near["e4m3"].error, rel=0.1)
     assert far["e5m2"].zero < 0.01 < 0.2 < far["e4m3"].zero
 
@@ -27,7 +27,7 @@ def test_a_scale_per_row_helps_against_a_large_token_and_not_against_a_channel()
 
 
 def test_powers_of_two_as_scales_cost_a_tenth_more_error():
-    block, mxfp8 = (answer("e4m3", per, "one number", 1) for per in ("block of 32", "MXFP8 block"))
+    block, mxfp8 = (answer("e4m3", per, "one value", 1) for per in ("block of 32", "MXFP8 block"))
     assert block.error < mxfp8.error < 1.2 * block.error
 
 
@@ -46,7 +46,7 @@ def test_show_answer_draws_the_numbers_and_lists_every_scale(monkeypatch):
     shown = []
     monkeypatch.setattr(precision, "display", shown.append)
     monkeypatch.setattr(precision.plots, "scaled_numbers", lambda *given: shown.append(given))
-    precision.show_answer("e4m3", "tensor", "one number", 10_000)
-    (_, dtype, message), table = shown
-    assert dtype == torch.float8_e4m3fn and "one number 10,000 times" in message
+    precision.show_answer("e4m3", "tensor", "one value", 10_000)
+    (_, dtype, message, _), table = shown
+    assert dtype == torch.float8_e4m3fn and "one value 10,000 times" in message
     assert [row[0] for row in table.rows] == [f"a scale per {each}" for each in SCALES]

@@ -53,10 +53,25 @@ BROKEN = [
         new="            pass",
     ),
     Broken(
+        "J05",
+        "PowerSGD's matrices are twice as wide",
+        expensive=True,
+        old="PowerSGDState(None, 4, 0",
+        new="PowerSGDState(None, 8, 0",
+    ),
+    Broken(
         "J06",
         "the scale is not set by the largest number",
-        old="groups.abs().amax(dim, keepdim=True)",
-        new="(100 * groups.abs().median())",
+        cell="outliers-proved",
+        old="    scale = most / largest.clamp(min=1e-30)",
+        new="    scale = most / (100 * sizes.median())",
+    ),
+    Broken(
+        "J06",
+        "the stored scale is rounded down",
+        cell="mxfp8-proved",
+        old=".log2().ceil()",
+        new=".log2().floor()",
     ),
     Broken(
         "J07",
@@ -82,8 +97,8 @@ BROKEN = [
         "J10",
         "the scale is never used",
         expensive=True,
-        old='"float8, a scale per tensor": "tensor"',
-        new='"float8, a scale per tensor": "nothing"',
+        old='"float8, a scale per tensor": True',
+        new='"float8, a scale per tensor": False',
     ),
     Broken(
         "J11",

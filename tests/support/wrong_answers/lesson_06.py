@@ -143,12 +143,12 @@ def sum_over_ranks(tensor):
         ),
         (
             _sum(part=f"torch.empty({_LENGTH}, dtype=tensor.dtype)"),  # left on the CPU
-            "reduce_scatter was given a CPU tensor, and NCCL carries only what is on the rank's GPU",
+            "reduce_scatter was given a CPU tensor, and NCCL sends only tensors on the rank's GPU",
         ),
         (
             _sum(result="total.cpu()"),
             re.compile(
-                r"the answer is on the cpu, but the tensor was on vgpu:[0-3]: make it there, with"
+                r"the answer is on the cpu, but the tensor was on vgpu:[0-3]: create it there, with"
             ),
         ),
         ("def sum_over_ranks(tensor):\n    return tensor / 0 + missing", "line 2 of your cell"),

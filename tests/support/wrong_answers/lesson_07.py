@@ -79,7 +79,7 @@ WRONG = {
         ),
         (
             _handmade(start=_SEND.replace("t.data,", "t.data.cpu(),")),
-            "broadcast was given a CPU tensor, and NCCL carries only what is on the rank's GPU",
+            "broadcast was given a CPU tensor, and NCCL sends only tensors on the rank's GPU",
         ),
         ("HandmadeDDP = DDP", "write yours from broadcast"),
         ("def HandmadeDDP(module):\n    pass", "it must return a module"),

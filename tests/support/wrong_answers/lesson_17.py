@@ -18,12 +18,13 @@ _ranks = template(
     "    rough = torch.zeros(parts.size(1), dtype={dtype})\n"
     "    exact = torch.zeros(parts.size(1), dtype=torch.float64)\n"
     "    for count, part in enumerate(parts, start={start}):\n"
-    "        rough = rough + part.bfloat16()\n"
+    "        rough = {sum}\n"
     "        exact = exact + part.double()\n"
     "        if (rough.double() - exact).norm() > most * exact.norm():\n"
     "            return count\n"
     "    return {end}",
     dtype="torch.bfloat16",
+    sum="rough + part.bfloat16()",
     start="1",
     end="None",
 )
@@ -44,6 +45,8 @@ _layer = template(
 
 _choose = template(
     "def choose(x, weight, most, times_s):\n"
+    "    def off(found, wanted):\n"
+    "        return (found - wanted).norm() / wanted.norm()\n"
     "    wanted = x @ weight.T\n"
     "    for recipe in {order}:\n"
     "        if recipe == 'bfloat16':\n"
@@ -54,7 +57,7 @@ _choose = template(
     "            return recipe\n"
     "    return {end}",
     order="sorted(times_s, key=times_s.get)",
-    good="(a @ b.T - wanted).norm() <= most * wanted.norm()",
+    good="off(a @ b.T, wanted) <= most",
     end="None",
 )
 
@@ -64,6 +67,14 @@ WRONG = {
         (
             _stochastic(added="torch.randint(0, 2**16, (), dtype=torch.int32)"),
             "its own random number",
+        ),
+        (
+            _stochastic(added="torch.randint(0, 2**16, x.shape[1:], dtype=torch.int32)"),
+            "as many as x has values",
+        ),
+        (
+            _stochastic(added="torch.randint(0, 2**16, (len(x), 1), dtype=torch.int32)"),
+            "as many as x has values",
         ),
         (_stochastic(kept="bits.view(torch.float32).bfloat16()"), "Set the lower 16 bits to zero"),
         (_stochastic(added=_ADDED.replace("2**16", "2**15")), "from 0 to 65,535"),
@@ -86,7 +97,9 @@ WRONG = {
     ],
     "17.2": [
         (_ranks(start="0"), "One too few"),
-        (_ranks(dtype="torch.float32"), "each partial sum"),
+        (_ranks(dtype="torch.float32"), "ach partial sum"),
+        (_ranks(sum="(rough + part).bfloat16()"), "part"),
+        (_ranks(sum="rough.add_(part)"), "part"),
         (_ranks(end="len(parts)"), "It's never"),
         ("def ranks_until(parts, most):\n    return None", "It does become that large"),
         (
@@ -99,9 +112,9 @@ WRONG = {
             "def worst_layer(activations):\n"
             "    worst = max(activations, key=lambda name: activations[name].abs().amax())\n"
             "    return worst, 1.0",
-            "Large numbers alone break nothing",
+            "Large values alone break nothing",
         ),
-        (_layer(scale="1.0"), "Small numbers alone break nothing"),
+        (_layer(scale="1.0"), "Small values alone break nothing"),
         (_layer(share="zero.float().mean().item()"), "0 before"),
         (
             _layer(
@@ -111,6 +124,7 @@ WRONG = {
             ),
             "ivide",
         ),
+        (_layer(result="worst, 100 * shares[worst]"), "a percentage"),
         (_layer(result="worst"), "a share from 0 to 1"),
         (_layer(result="0, 0.5"), "a share from 0 to 1"),
     ],
@@ -119,6 +133,15 @@ WRONG = {
         (_choose(good="True"), "off by more than that"),
         (_choose(end="recipe"), "off by more than that"),
         (_choose(good="False"), "There is a recipe"),
+        # Errors of the factors, of one rounded factor's matmul, and of the largest value.
+        (_choose(good="off(a, x) <= most"), "Round both factors"),
+        (_choose(good="off(b, weight) <= most"), "Round both factors"),
+        (_choose(good="max(off(a, x), off(b, weight)) <= most"), "Round both factors"),
+        (_choose(good="(off(a, x)**2 + off(b, weight)**2)**0.5 <= most"), "Round both factors"),
+        (_choose(good="off(a @ weight.T, wanted) <= most"), "Round both factors"),
+        (_choose(good="off(x @ b.T, wanted) <= most"), "Round both factors"),
+        (_choose(good="(recipe == 'bfloat16' or 0.038 <= most)"), ""),
+        (_choose(good="(a @ b.T - wanted).abs().max() <= most * wanted.abs().max()"), ""),
         ("def choose(x, weight, most, times_s):\n    return 'float8'", "one of the names"),
     ],
 }

@@ -175,8 +175,8 @@ def test_the_time_is_that_of_the_slowest_group_not_of_rank_0s():
         ({"pipeline": 3}, "80 layers aren't divisible by pipeline = 3"),
         ({"data": 3}, "64 sequences aren't divisible by data = 3"),
         ({"context": 3}, "8192 tokens per sequence aren't divisible by context = 3"),
-        ({"tensor": 0}, "with at least 1"),
-        ({"expert": 2}, "sizes must name each of tensor, context, pipeline, data"),
+        ({"tensor": 0}, "each at least 1"),
+        ({"expert": 2}, "sizes must have tensor, context, pipeline, data"),
     ],
 )
 def test_the_error_for_an_impossible_mesh_names_the_size(changes, words):

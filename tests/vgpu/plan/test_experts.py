@@ -163,7 +163,7 @@ def test_experts_combine_with_pipelines_context_and_recomputation():
                 "sizes": dataclasses.replace(SMALL, experts=ExpertSizes(6, 2, 8)),
                 "layout": Layout(dp_shard=4, ep=4),
             },
-            "6 experts can't be divided among 4 ranks of ep",
+            "6 experts can't be divided evenly among 4 ep ranks",
         ),
         ({"layout": Layout(dp_shard=2, ep=2), "recompute": "selective"}, "use none or full"),
         ({"layout": Layout(tp=2)}, "with tensor parallelism"),
@@ -173,11 +173,11 @@ def test_experts_combine_with_pipelines_context_and_recomputation():
         ),
         (
             {"sizes": dataclasses.replace(SMALL, experts=None), "layout": Layout(dp_shard=2, ep=2)},
-            "2 ranks of ep need experts",
+            "ep = 2 needs experts",
         ),
         (
             {"sizes": dataclasses.replace(SMALL, experts=ExpertSizes(2, 1, 8, capacity=0.0))},
-            "capacity of experts must be above 0",
+            "capacity must be above 0 and at most the number of experts",
         ),
         (
             {
@@ -186,12 +186,12 @@ def test_experts_combine_with_pipelines_context_and_recomputation():
                 ),
                 "layout": Layout(dp_shard=4, ep=4),
             },
-            "3 experts can't be on 1 of 4 ranks of ep, which have 2 each",
+            "3 experts can't be on 1 of 4 ep ranks, which have 2 each",
         ),
     ],
 )
 def test_experts_that_cannot_be_divided_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         plan(**{"layout": Layout(), **options})
-    with pytest.raises(ValueError, match="must divide the 3 ranks of dp_shard"):
+    with pytest.raises(ValueError, match="ep = 2 must divide dp_shard × cp = 3"):
         Layout(dp_shard=3, ep=2)

@@ -78,8 +78,8 @@ def test_other_costs_need_no_new_recording():
 @pytest.mark.parametrize(
     ("layers", "layout", "message"),
     [
-        (4, Layout(dp_shard=16), "a model of 4 layers is small enough"),
-        (8, Layout(dp_shard=8, pp=2), "a plan with 2 stages can't be extrapolated"),
+        (4, Layout(dp_shard=16), "a model with 4 layers is small enough"),
+        (8, Layout(dp_shard=8, pp=2), "a plan with pp = 2 can't be extrapolated"),
     ],
 )
 def test_a_small_model_and_a_pipeline_are_not_extrapolated(layers, layout, message):

@@ -48,7 +48,7 @@ def test_a_run_that_hardly_ever_completes_is_refused():
     assert expected_goodput(8e6, 60, 300, between_failures_s) == 0
     share = expected_goodput(120 * 2**11, 60, 300, between_failures_s)
     assert 0 < share < 1e-7
-    with pytest.raises(ValueError, match=r"more than 10,000,000 failures .* another interval"):
+    with pytest.raises(ValueError, match=r"more than 10,000,000 failures .* different interval"):
         simulated(300 * between_failures_s, 120 * 2**11, 60, 300, between_failures_s)
     with pytest.raises(ValueError, match=r"more than 10,000,000 failures or intervals"):
         simulated(1e12, 1e-3, 1e-3, 0, 1e12)

@@ -47,7 +47,7 @@ def test_groups_may_span_hosts_if_all_of_a_kind_do_so_equally(layout):
     "layout", [Layout(dp_shard=3, dp_replicate=8), Layout(tp=6, dp_shard=4), Layout(tp=3, pp=8)]
 )
 def test_groups_of_one_kind_placed_differently_on_hosts_are_refused(layout):
-    with pytest.raises(ValueError, match=r"differently.* Let the degrees divide 8"):
+    with pytest.raises(ValueError, match=r"differently.* Choose degrees that divide 8"):
         check_hosts(layout, 8)
 
 

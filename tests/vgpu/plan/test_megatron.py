@@ -78,10 +78,10 @@ def test_a_pipeline_inside_a_host_sends_over_its_links():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gpus": 12}, "12 GPUs can't be divided into TP 8 × PP 1"),
-        ({"batch": 3}, "a batch of 3 can't be divided into micro-batches of 2"),
+        ({"gpus": 12}, "12 GPUs aren't divisible by TP 8 × PP 1"),
+        ({"batch": 3}, "a batch of 3 can't be divided evenly into micro-batches of 2"),
         ({"tp": 12, "gpus": 12}, "TP 12 doesn't fill hosts of 8"),
-        ({"sizes": WIDE.sizes._replace(key_value_heads=8)}, "give flash=True"),
+        ({"sizes": WIDE.sizes._replace(key_value_heads=8)}, "pass flash=True"),
     ],
 )
 def test_a_run_that_is_not_divisible_is_refused(changes, message):

@@ -203,7 +203,7 @@ def test_the_trace_has_a_row_for_each_stages_rank(tmp_path, capsys):
     command.main([*sizes.split(), *layout.split(), "--trace", str(trace)])
     shown = capsys.readouterr().out
     assert "pp 2 × tp 2 on 4 H100" in shown
-    assert "interleaved 1F1B, 2 chunks: 2 micro-batches of 2 each" in shown
+    assert "interleaved 1F1B, 2 chunks: 2 micro-batches of size 2" in shown
     assert "layers per stage: 1, 2, 1, 0" in shown
     assert "waiting for other stages" in shown and "micro-batches in flight" in shown
     rows = json.loads(trace.read_text())["traceEvents"]
@@ -224,12 +224,15 @@ def test_smaller_micro_batches_are_tried_if_a_plan_does_not_fit():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layout": Layout(pp=8)}, "8 stages .* too many for a model of 4 layers: at most 4"),
-        ({"layout": Layout(pp=4), "chunks": 2}, "8 stages .* too many"),
+        (
+            {"layout": Layout(pp=8)},
+            "8 pipeline stages .* too many for a model with 4 layers: use at most 4",
+        ),
+        ({"layout": Layout(pp=4), "chunks": 2}, "8 pipeline stages .* too many"),
         ({"layout": Layout(pp=2), "batch": 3}, "a batch of 3 can't .* 2 micro-batches"),
         (
             {"layout": Layout(pp=4), "chunks": 1, "batch": 6, "micro_batches": 4},
-            "a batch of 6 can't be divided into 4 micro-batches",
+            "a batch of 6 can't be divided evenly into 4 micro-batches",
         ),
         (
             {"layout": Layout(pp=2), "chunks": 2, "micro_batches": 3, "batch": 3},
@@ -238,7 +241,7 @@ def test_smaller_micro_batches_are_tried_if_a_plan_does_not_fit():
         ({"layout": Layout(pp=2), "micro_batches": 0}, "micro_batches must be at least 1"),
         (
             {"layout": Layout(), "chunks": 2},
-            "are for pipelines: give the layout a pp of at least 2",
+            "are for pipelines: set the layout's pp to at least 2",
         ),
         ({"layout": Layout(dp_shard=4), "micro_batches": 2}, "are for pipelines"),
     ],
@@ -249,7 +252,7 @@ def test_a_plan_refuses_an_impossible_pipeline(options, message):
 
 
 def test_a_search_does_not_try_pipelines():
-    with pytest.raises(ValueError, match="this layout has 2 stages"):
+    with pytest.raises(ValueError, match="this layout has pp = 2"):
         search(TWO)
 
 

@@ -72,19 +72,22 @@ def test_recomputation_takes_less_memory_and_more_time(how):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layout": Layout(dp_shard=6)}, "6 ranks .* do not fill hosts of 4 GPUs"),
-        ({"layout": Layout(tp=8)}, "8 ranks can't share a layer evenly: key-value heads 4"),
+        ({"layout": Layout(dp_shard=6)}, "6 ranks .* don't fill hosts of 4 GPUs"),
+        (
+            {"layout": Layout(tp=8)},
+            "8 ranks can't share a layer evenly: key-value heads 4; tp must divide 4",
+        ),
         ({"recompute": "some"}, "one of none, selective, full, got 'some'"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"batch": 1.5}, "batch must be a whole number, got 1.5"),
         ({"sizes": dataclasses.replace(SMALL, layers=0)}, "layers must be at least 1, got 0"),
         (
             {"sizes": dataclasses.replace(SMALL, width=260)},
-            "a width of 260 can't be divided among 8 heads",
+            "a width of 260 can't be divided into 8 heads",
         ),
         (
             {"sizes": dataclasses.replace(SMALL, key_value_heads=16)},
-            "8 heads can't be divided among 16 key",
+            "8 heads can't be divided evenly among 16 key",
         ),
         ({"gpu": "Z1"}, "no GPU preset 'Z1'"),
         ({"layout": Layout(dp_shard=100_000)}, "100,000 ranks .* at most 32,768"),
@@ -94,7 +97,7 @@ def test_recomputation_takes_less_memory_and_more_time(how):
         ({"sizes": dataclasses.replace(SMALL, layers=10_000)}, "10,000 layers .* at most 1,024"),
         (
             {"layout": Layout(pp=2), "batch": 10_000, "micro_batches": 10_000},
-            "10,000 micro_batches are too many: a plan takes at most 4,096",
+            "10,000 micro-batches are too many: a plan takes at most 4,096",
         ),
     ],
 )
@@ -157,7 +160,7 @@ def test_async_tp_is_an_option_of_a_plan(capsys):
     assert {"all_reduce", "reduce_scatter"} <= sent
     with pytest.raises(SystemExit):
         run("--tp 4 --async-tp")
-    assert "--async-tp is a pass of torch.compile: also give --compile" in capsys.readouterr().err
+    assert "--async-tp is a pass of torch.compile: also pass --compile" in capsys.readouterr().err
 
 
 def test_matmuls_take_longer_if_gpus_differ_in_speed():
@@ -207,7 +210,7 @@ def test_the_command_advises_gathering_again_if_that_would_fit(recompute, advice
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--width 260", "a width of 260 can't be divided among 8 heads"),
+        ("--width 260", "a width of 260 can't be divided into 8 heads"),
         ("--layers 0", "layers must be at least 1, got 0"),
         ("--dp-shard 0", "dp_shard must be at least 1, got 0"),
         ("--dp-shard 100000", f"too many: a plan takes at most {MOST_RANKS:,}"),

@@ -77,10 +77,13 @@ def test_a_request_refuses_impossible_sizes(request_, message):
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (lambda some: [], "gave 0 numbers for 1 sequences"),
-        (lambda some: [11], "gave sequence 0 11 tokens; it has 10 tokens of its prompt left"),
-        (lambda some: [0], "gave none of 1 sequences a token"),
-        (lambda some: [2 if not g.prompt_left else 10 for g in some], "it has one next token"),
+        (lambda some: [], "returned 0 numbers for 1 sequences"),
+        (lambda some: [11], "11 tokens for sequence 0, which has 10 tokens of its prompt left"),
+        (lambda some: [0], "gave no tokens to any of 1 sequences"),
+        (
+            lambda some: [2 if not g.prompt_left else 10 for g in some],
+            "which generates one token per step",
+        ),
     ],
 )
 def test_the_queue_refuses_an_impossible_schedule(schedule, message):
@@ -89,7 +92,7 @@ def test_the_queue_refuses_an_impossible_schedule(schedule, message):
 
 
 def test_the_queue_refuses_what_it_cannot_serve():
-    with pytest.raises(ValueError, match="larger than the server's whole cache"):
+    with pytest.raises(ValueError, match="larger than the server's entire cache"):
         simulate_queue(SERVER, [Request(0.0, 10_000_000, 1)], whole_prompts)
     with pytest.raises(ValueError, match="a server with one stage, got pp=2"):
         simulate_queue(Server(LLAMA["8B"], pp=2), [], whole_prompts)

@@ -153,9 +153,9 @@ def test_a_deadlock_names_the_cycle_but_not_who_waits_for_it():
         (["", ""], "at least one device, one chunk and one action"),
         (["F0 X0"], "device 0: 'X0' is not an action such as F0 or B3"),
         (["F0 F0 B0"], "device 0: 0F0 appears twice"),
-        (["F0 B0", "F0"], "device 1: stage 1 runs micro-batch 0 through F; expected F and B"),
-        (["F0 B0 W0"], "stage 0 runs micro-batch 0 through FBW"),
-        (["F1 B1"], "stage 0 runs micro-batch 0 through nothing"),
+        (["F0 B0", "F0"], "device 1: stage 1 runs F for micro-batch 0; expected F and B"),
+        (["F0 B0 W0"], "stage 0 runs FBW for micro-batch 0"),
+        (["F1 B1"], "stage 0 runs nothing for micro-batch 0"),
         (
             ["F0 B0", "F0 B0 0F1"],
             "device 1: 0F1 is for stage 0, which belongs in the row of device 0",
