@@ -60,7 +60,11 @@ def run(capfd, monkeypatch):
             launch.run(on_a_rank, ranks, options.split(), gpu="V100")
         else:
             monkeypatch.setattr(sys, "argv", [SCRIPT, *options.split()])
-            runpy.run_path(SCRIPT, run_name="__main__")
+            try:
+                runpy.run_path(SCRIPT, run_name="__main__")
+            finally:  # a script that refuses ends its process
+                if dist.is_initialized():
+                    dist.destroy_process_group()
         return capfd.readouterr().out
 
     before = signal.getsignal(signal.SIGTERM)
