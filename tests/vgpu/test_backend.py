@@ -112,7 +112,7 @@ def test_the_context_restores_the_previous_state_even_after_disable():
     assert not vgpu.is_enabled()
 
 
-def test_consecutive_contexts_restore_the_state_before_both():
+def test_consecutive_contexts_restore_the_original_state():
     with vgpu.enable(3, gpu="A100"):
         for _ in range(2):
             with vgpu.enable(1, gpu="K80"):
@@ -138,7 +138,7 @@ def test_a_tensor_survives_while_fewer_gpus_are_enabled():
         ({"count": 1, "memory_bytes": 0}, "memory_bytes must be positive, got 0"),
     ],
 )
-def test_nonsensical_settings_are_refused(arguments, words):
+def test_nonsensical_settings_are_rejected(arguments, words):
     with pytest.raises(ValueError, match=words):
         vgpu.enable(**arguments)
 
@@ -150,7 +150,7 @@ def test_nonsensical_settings_are_refused(arguments, words):
         ({"count": 1, "memory_bytes": "16GiB"}, "memory_bytes must be a whole number.*'16GiB'"),
     ],
 )
-def test_a_non_integer_is_refused_and_changes_nothing(arguments, words):
+def test_a_non_integer_is_rejected_and_changes_nothing(arguments, words):
     with pytest.raises(TypeError, match=words):
         vgpu.enable(**arguments)
     assert not vgpu.is_enabled()

@@ -71,7 +71,7 @@ def test_a_script_that_reads_a_tensors_value_gets_an_error(run):
 
 
 @pytest.mark.parametrize("text", ["8", "0x8", "8x", "2x500", "axb"])
-def test_the_cluster_option_refuses_invalid_clusters(capsys, text):
+def test_the_cluster_option_rejects_invalid_clusters(capsys, text):
     with pytest.raises(SystemExit) as stopped:
         parser().parse_args(["--cluster", text, "script.py"])
     assert stopped.value.code == 2

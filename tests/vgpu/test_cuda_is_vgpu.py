@@ -1,4 +1,4 @@
-"""Which names in a program written for CUDA are replaced by those of virtual GPUs, and which aren't."""
+"""Which names in a program written for CUDA are replaced with virtual GPU names, and which aren't."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ from vgpu import cuda_is_vgpu
 
 
 def read(source):
-    """The source after replacement, normalized."""
+    """Return the normalized source after replacement."""
     reading = cuda_is_vgpu.Replacements("x.py")
     return ast.unparse(cuda_is_vgpu.Replacer(reading).visit(ast.parse(source))), reading
 
@@ -92,8 +92,9 @@ def test_cuda_names_in_command_line_arguments_are_replaced(argument, expected):
 
 
 def test_a_method_called_cuda_gets_both_names():
-    """So do a method that calls its superclass's and one of a class that's defined in a function,
-    but a local function doesn't.
+    """So do methods that call their superclass's, and methods of classes defined in functions.
+
+    Local functions don't.
     """
     source = """
 def make():
@@ -119,7 +120,7 @@ found = make().cuda().moved, make().cuda.__name__
     assert sorted(reading.lines["cuda"]) == [6, 11, 12, 16]
 
 
-def test_names_are_replaced_in_files_that_mention_cuda_and_are_not_torchs(tmp_path):
+def test_names_are_replaced_in_files_that_mention_cuda_except_torchs(tmp_path):
     finder = cuda_is_vgpu.Finder(read=["numba"], not_read=["mine.kernels"])
     for name, chosen in {
         "accelerate.utils": True, "torch.cuda": False, "torchvision.ops": True, "numba.core": True,
@@ -135,7 +136,7 @@ def test_names_are_replaced_in_files_that_mention_cuda_and_are_not_torchs(tmp_pa
         assert finder.find_spec(module, None) is None, module
 
 
-def test_installed_packages_are_counted_and_own_files_are_listed(monkeypatch):
+def test_replacements_are_counted_in_packages_and_listed_in_own_files(monkeypatch):
     installed = cuda_is_vgpu.Replacements("/venv/lib/site-packages/accelerate/state.py")
     own = cuda_is_vgpu.Replacements("/home/project/train.py", {"cuda": [3]})
     monkeypatch.setattr(cuda_is_vgpu, "replaced_in", [installed, own, installed])
@@ -144,7 +145,7 @@ def test_installed_packages_are_counted_and_own_files_are_listed(monkeypatch):
 
 
 @pytest.mark.virtual_gpus(2, gpu="H100")
-def test_names_that_only_cuda_has_exist_and_raise_when_used():
+def test_cuda_only_names_exist_and_raise_when_used():
     assert not hasattr(torch.vgpu, "CUDAGraph")
     cuda_is_vgpu.install()
     try:
@@ -178,7 +179,7 @@ def test_names_that_only_cuda_has_exist_and_raise_when_used():
         assert autocast_mode.autocast is torch.vgpu.amp.autocast
         assert grad_scaler.GradScaler is torch.vgpu.amp.GradScaler
         assert torch.vgpu.streams.Stream is torch.vgpu.Stream
-        if not torch.cuda.is_available():  # as torch.testing sets CUDA tests' own streams
+        if not torch.cuda.is_available():  # as torch.testing sets streams in CUDA tests
             other = torch.vgpu.Stream(1)
             torch._C._cuda_setStream(other.stream_id, other.device_index, other.device_type)
             assert torch.vgpu.current_stream(1) == other

@@ -1,4 +1,4 @@
-"""GPUs, links and networks: presets, descriptions in files, and what's refused."""
+"""GPUs, links and networks: presets, descriptions in files, and what's rejected."""
 
 import re
 
@@ -30,7 +30,7 @@ def test_an_mi300x_sends_to_another_over_one_of_seven_links():
     assert link.among_bytes_per_s(2) == 64e9 and link.among_bytes_per_s(8) == 448e9
 
 
-def test_a_file_describes_a_gpu_by_what_differs_from_a_preset(tmp_path):
+def test_a_file_describes_a_gpu_by_its_differences_from_a_preset(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(
         'like = "H100"\nname = "Virtual H100 NVL"\nmemory_bandwidth_bytes_per_s = 3.9e12\n'
@@ -66,7 +66,7 @@ def test_a_file_describes_a_network(tmp_path):
         ("like: H100", "doesn't describe a GPUSpec: Expected"),
     ],
 )
-def test_a_file_that_describes_no_gpu_is_refused(tmp_path, text, message):
+def test_a_file_that_describes_no_gpu_is_rejected(tmp_path, text, message):
     path = tmp_path / "bad.toml"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):

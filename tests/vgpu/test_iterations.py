@@ -11,7 +11,7 @@ def make_model():
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_ddp_overlaps_and_data_parallel_serializes(count):
+def test_ddp_overlaps_communication_and_data_parallel_serializes_it(count):
     sizes = ((64 * count, 512), (64 * count, 512))
     with vgpu.enable(count):
         replicated = vgpu.data_parallel_iteration(make_model, *sizes, count)
@@ -20,7 +20,7 @@ def test_ddp_overlaps_and_data_parallel_serializes(count):
     reduces = [e for e in ranks.of("vgpu:0") if e.kind == "collective"]
     backward = [e for e in ranks.of("vgpu:0") if e.backward]
     assert len(reduces) == 6  # two blocks each
-    assert reduces[0].start_s < backward[-1].end_s  # while the backward pass goes on
+    assert reduces[0].start_s < backward[-1].end_s  # during the backward pass
     assert sum(e.size_bytes for e in reduces) == 12 * (512 * 512 + 512) * 4
     updates = [e for e in ranks.of("vgpu:0") if e.name == "_foreach_add_" and not e.backward]
     assert updates[0].start_s >= reduces[-1].end_s
@@ -38,11 +38,11 @@ def test_data_parallel_broadcasts_and_reduces_as_nccl_does():
         assert len(by_gpu[0]) == 2  # buffers of 10 MiB
         times = [[(e.start_s, e.end_s) for e in each] for each in by_gpu]
         assert times[0] == times[1] == times[2] == times[3]
-    rate = 150e9 * 0.8  # NVLink 2, at the assumed share
+    rate = 150e9 * 0.8  # NVLink 2, at its assumed share
     duration_s = by_gpu[0][0].duration_s
     assert duration_s == pytest.approx(by_gpu[0][0].size_bytes / rate + 3 * 5e-6)
 
 
-def test_the_ddp_iteration_refuses_unequal_shares():
+def test_the_ddp_iteration_rejects_unequal_shares():
     with vgpu.enable(1), pytest.raises(ValueError, match="3 ranks can't share 64 samples"):
         vgpu.ddp_iteration(make_model, (64, 512), (64, 512), 3)

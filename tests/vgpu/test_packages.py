@@ -26,7 +26,7 @@ def run(*arguments, folder):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_trainer_of_transformers_trains_on_virtual_gpus_as_on_the_cpu(tmp_path):
+def test_the_transformers_trainer_trains_on_virtual_gpus_as_on_the_cpu(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     program = PROGRAMS / "trainer.py", tmp_path
@@ -57,7 +57,7 @@ def test_lightning_trains_on_virtual_gpus_as_on_the_cpu(strategy, tmp_path):
     assert found["losses"] == pytest.approx(on_cpu["losses"], rel=1e-5)
 
 
-def test_accelerate_passes_its_own_script_on_virtual_gpus(tmp_path):
+def test_accelerates_own_test_script_passes_on_virtual_gpus(tmp_path):
     scripts = os.path.dirname(pytest.importorskip("accelerate.test_utils.scripts").__file__)
     command = [*RUN, "2", "--summary", *RANKS, os.path.join(scripts, "test_script.py")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

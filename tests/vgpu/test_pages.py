@@ -1,4 +1,4 @@
-"""The examples of the pages about virtual GPUs run, and print what the pages say."""
+"""The examples on the pages about virtual GPUs run and print what the pages show."""
 
 from pathlib import Path
 

@@ -56,17 +56,17 @@ def test_a_projects_cuda_tests_run_on_virtual_gpus(beside, passed, tmp_path):
     (tmp_path / "test_gpu.py").write_text(TESTS)
     done = run("--vgpus", "3", *beside, cwd=tmp_path)
     assert f"1 failed, {passed} passed" in done.stdout, done.stdout + done.stderr
-    assert "assert 3 == 7" in done.stdout, "asserts are explained"
+    assert "assert 3 == 7" in done.stdout, "pytest explains failed asserts"
     assert "vgpu: ran on 3 x Virtual Tesla V100-SXM2-16GB" in done.stdout
 
 
-def test_runs_that_used_no_gpu_say_so(tmp_path):
+def test_a_run_that_used_no_gpu_says_so(tmp_path):
     (tmp_path / "test_cpu.py").write_text("def test_nothing(): pass\n")
     done = run("--vgpus", "2", "--vgpu-model", "H100", cwd=tmp_path)
     assert "1 passed" in done.stdout and "vgpu: no virtual GPU was used" in done.stdout, done.stdout
 
 
-def test_the_plugin_does_not_import_torch_unless_it_is_used(tmp_path):
+def test_the_plugin_imports_torch_only_when_used(tmp_path):
     (tmp_path / "test_x.py").write_text(
         "import sys\ndef test_x(): assert 'torch' not in sys.modules and 'vgpu' not in sys.modules\n"
     )
@@ -82,7 +82,7 @@ def test_the_plugin_does_not_import_torch_unless_it_is_used(tmp_path):
         (["--vgpu-model", "H100"], "--vgpu-model needs --vgpus"),
     ],
 )
-def test_bad_options_are_refused_with_a_clear_message(arguments, phrase, tmp_path):
+def test_bad_options_are_rejected_with_a_clear_message(arguments, phrase, tmp_path):
     done = run(*arguments, cwd=tmp_path)
     assert done.returncode == 4 and phrase in done.stderr, done.stderr
     assert "Traceback" not in done.stderr

@@ -1,6 +1,7 @@
-"""About a hundred random programs compute the same on virtual GPUs as on the CPU. ``TESTS=all``
-tries three hundred; ``cd tests/support; python -m random_programs --seconds 3600`` searches for
-longer.
+"""About a hundred random programs have the same results on virtual GPUs as on the CPU.
+
+``TESTS=all`` tries three hundred; ``cd tests/support; python -m random_programs --seconds 3600``
+searches for longer.
 """
 
 import os

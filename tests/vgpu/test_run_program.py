@@ -21,7 +21,7 @@ UNUSED = "vgpu: no virtual GPU was used: nothing was put on one\n"
 
 
 def run(*arguments, cwd, typed=""):
-    """Run the command; returns its return code, output and errors."""
+    """Run the command and return its exit code, output and errors."""
     command = [sys.executable, "-m", "vgpu", *map(str, arguments)]
     done = subprocess.run(
         command, cwd=cwd, env=ENVIRONMENT, input=typed, text=True, capture_output=True
@@ -68,7 +68,7 @@ print(json.dumps(seen))
 
 
 @pytest.mark.parametrize("name", ["./a folder/my script.py", "no_ending"])
-def test_a_script_sees_what_it_sees_under_python(name, tmp_path):
+def test_a_script_sees_the_same_environment_as_under_python(name, tmp_path):
     script = tmp_path / name
     script.parent.mkdir(exist_ok=True)
     script.write_text(PROBE)
@@ -208,7 +208,7 @@ METHODS = multiprocessing.get_all_start_methods()
 @pytest.mark.parametrize(
     "method", METHODS if ALL else [m for m in METHODS if m != "spawn"] or METHODS
 )
-def test_every_way_to_start_processes_keeps_the_virtual_gpus(method, tmp_path):
+def test_every_way_of_starting_processes_keeps_the_virtual_gpus(method, tmp_path):
     (tmp_path / "script.py").write_text(POOLING)
     code, out, error = run("--count", 3, "script.py", method, cwd=tmp_path)
     assert code == 0, error
@@ -264,7 +264,7 @@ def test_tests_for_cuda_run_under_pytest(tmp_path):
         (".", "'.' is a folder: name a script in it, or a module or package with -m"),
     ],
 )
-def test_the_command_refuses_bad_input_with_a_clear_message(
+def test_the_command_rejects_bad_input_with_a_clear_message(
     arguments, phrase, tmp_path, capsys, monkeypatch
 ):
     from vgpu.__main__ import main
@@ -321,8 +321,8 @@ def test_a_run_that_stayed_on_the_cpu_names_the_package_that_chose_it(
     )
 
 
-def test_every_python_that_a_run_starts_has_its_virtual_gpus(package, tmp_path):
-    """Processes are started as launchers do it; the run knows that they used GPUs that it didn't use itself."""
+def test_every_python_process_that_a_run_starts_has_its_virtual_gpus(package, tmp_path):
+    """Start processes as launchers do; the run knows that they used GPUs, even if it used none."""
     (tmp_path / "launcher.py").write_text(
         "import subprocess, sys\n"
         "for program in (['train.py'], ['-m', 'train'], ['-c', 'import train']):\n"

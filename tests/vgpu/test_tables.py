@@ -25,6 +25,6 @@ def test_a_table_as_html_shows_backticks_as_code_and_keeps_widths():
     assert "`a < b` holds" in str(table)
 
 
-def test_a_row_that_does_not_fit_is_refused():
+def test_a_row_that_does_not_fit_is_rejected():
     with pytest.raises(ValueError, match="a row has 1 cells, but the header has 2"):
         Table(("a", "b"), [("only",)])

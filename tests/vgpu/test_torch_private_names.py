@@ -1,6 +1,7 @@
-"""The private names of torch that the code uses exist in this torch, as far as they can be read from it.
+"""The private torch names that the code uses exist in this torch, as far as static checks can tell.
 
-Names of attributes of objects can't; a name that virtual GPUs replace is looked up when they're enabled.
+Attributes of objects can't be checked; a name that virtual GPUs replace is looked up when they're
+enabled.
 """
 
 import ast
@@ -17,7 +18,7 @@ import vgpu
 from teaching import lessons
 
 FOLDERS = ("vgpu", "helpers", "teaching", "benchmarks", "tests/conformance")
-# A string such as the target of mock.patch, with a private part somewhere.
+# A string with a private part, such as a target of mock.patch.
 WRITTEN_OUT = re.compile(r"torch(?:\.\w+)*\._[A-Za-z]\w*(?:\.\w+)*")
 PRIVATE = re.compile(r"_(?!_)")
 # In a separate process: torch's test suites change settings of the process that imports them.
@@ -35,7 +36,7 @@ print(json.dumps(missing), flush=True)
 os._exit(0)  # taking down all that was imported would take a second
 """
 
-# Changed on import, which other tests in this process may or may not have done.
+# Patched on import; other tests in this process may or may not have imported them.
 IMPORTED_LATE = (
     "torch.distributed._symmetric_memory",
     "torch.distributed.fsdp",
@@ -58,12 +59,12 @@ def test_every_private_name_that_the_code_uses_exists():
 def test_every_name_that_virtual_gpus_replace_exists():
     for name in IMPORTED_LATE:
         importlib.import_module(name)
-    with vgpu.enable(2):  # AttributeError, or on a newer torch a warning, with the missing names
+    with vgpu.enable(2):  # raises AttributeError (on a newer torch, warns) with the missing names
         pass
 
 
 def private_names() -> dict[str, list[str]]:
-    """Private name of torch → the files that use it.
+    """Return each private torch name and the files that use it.
 
     A name ends one part after its last private one: ``torch._C._autograd.DeviceType``.
     """
@@ -74,7 +75,7 @@ def private_names() -> dict[str, list[str]]:
             private = [i for i, part in enumerate(parts) if PRIVATE.match(part)]
             if parts[0] == "torch" and private:
                 found.setdefault(".".join(parts[: private[-1] + 2]), set()).add(path)
-    # A module counts only through the names that are used from it.
+    # A module counts only through the names used from it.
     return {
         name: sorted(paths)
         for name, paths in found.items()
@@ -95,7 +96,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def names_in(tree: ast.Module) -> Iterator[str]:
-    """The full dotted names in a file: imported, read, replaced by name, or written as a string."""
+    """Return the dotted names in a file: imported, read, replaced by name, or written as a string."""
     full: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -116,7 +117,7 @@ def names_in(tree: ast.Module) -> Iterator[str]:
 
 
 def dotted(node: ast.expr, full: dict[str, str]) -> str:
-    """``torch.nn.init`` from its syntax tree, with names as imported; "" for other expressions."""
+    """Return ``torch.nn.init`` from its syntax tree, with imported names; "" for other expressions."""
     if isinstance(node, ast.Attribute):
         before = dotted(node.value, full)
         return before and f"{before}.{node.attr}"

@@ -15,14 +15,14 @@ from vgpu.torch_patches.undo import Changes
 NEWER = "2.99.0"
 
 
-def test_an_older_torch_is_refused_with_a_clear_message():
+def test_an_older_torch_is_rejected_with_a_clear_message():
     code = 'import torch; torch.__version__ = "2.12.1+cpu"; import vgpu'
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == (
         "ImportError: found torch 2.12.1+cpu, but virtual GPUs need 2.13 or newer: "
         'python -m pip install "torch>=2.13"'
     )
-    # Before any part of the library that might not load there.
+    # Checked before importing any part of the library that might fail on that torch.
     assert "backend.py" not in done.stderr
 
 
@@ -38,7 +38,7 @@ def test_a_missing_name_is_an_error_on_a_tested_release(monkeypatch):
     assert not vgpu.is_enabled()
 
 
-def test_a_newer_torch_causes_one_warning_about_missing_names_and_the_rest_works(monkeypatch):
+def test_a_newer_torch_warns_once_about_missing_names_and_the_rest_works(monkeypatch):
     monkeypatch.setattr(torch, "__version__", NEWER)
     monkeypatch.setattr(torch_releases, "_reported", set())
     monkeypatch.delattr(torch.nn.init, "_no_grad_trunc_normal_")
@@ -54,15 +54,13 @@ def test_a_newer_torch_causes_one_warning_about_missing_names_and_the_rest_works
         pass
 
 
-def test_a_newer_torch_without_missing_names_causes_no_warning(monkeypatch):
+def test_a_newer_torch_without_missing_names_does_not_warn(monkeypatch):
     monkeypatch.setattr(torch, "__version__", NEWER)
     with warnings.catch_warnings(action="error"), vgpu.enable(2):
         pass
 
 
-def test_a_name_missing_from_a_module_causes_a_warning_when_the_module_is_imported(
-    monkeypatch, tmp_path
-):
+def test_a_name_missing_from_a_module_causes_a_warning_on_its_import(monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "__version__", NEWER)
     monkeypatch.setattr(torch_releases, "_reported", set())
     (tmp_path / "lacking.py").touch()
@@ -73,7 +71,7 @@ def test_a_name_missing_from_a_module_causes_a_warning_when_the_module_is_import
             importlib.import_module("lacking")
 
 
-def test_a_private_name_is_replaced_and_never_added():
+def test_private_names_are_replaced_but_never_added():
     with Changes() as changes:
         changes.set(torch.nn, "_not_there", 1)
         changes.set(torch.nn, "not_there", 1)

@@ -1,4 +1,4 @@
-"""Training on a virtual GPU equals training on the CPU: optimizers, autocast, checkpointing, hooks."""
+"""Training on a virtual GPU matches the CPU: optimizers, autocast, checkpointing, and hooks."""
 
 import copy
 
@@ -142,13 +142,13 @@ def test_an_lstm_accepts_packed_sequences():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_a_reducing_sparse_product_is_refused_as_on_cuda():
+def test_a_sparse_matmul_with_a_reduction_is_rejected_as_on_cuda():
     matrix = torch.eye(3).to_sparse_csr().to("vgpu:1")
     with pytest.raises(NotImplementedError, match="only on the CPU"):
         torch.sparse.mm(matrix, torch.ones(3, 2, device="vgpu:1"), "sum")
 
 
-def test_convolutions_in_float16_sum_in_float32():
+def test_float16_convolutions_accumulate_in_float32():
     x, weight = torch.randn(2, 8, 9, 9).half(), torch.randn(4, 8, 3, 3).half()
     on_gpu = [tensor.to("vgpu:1").requires_grad_() for tensor in (x, weight)]
     wide = [tensor.float().requires_grad_() for tensor in (x, weight)]
@@ -160,7 +160,7 @@ def test_convolutions_in_float16_sum_in_float32():
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-def test_the_older_names_of_mixed_precision_still_work():
+def test_older_mixed_precision_names_still_work():
     from torch.vgpu.amp import GradScaler, autocast
 
     x = torch.ones(2, 2, device="vgpu:0")

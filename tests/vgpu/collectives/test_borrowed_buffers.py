@@ -1,4 +1,4 @@
-"""The bytes of a collective's tensors are freed when its caller has waited for it."""
+"""A collective's tensors are freed once its caller has waited for it."""
 
 from cells import cell
 
@@ -48,7 +48,7 @@ def main(rank, world):
 """
 
 
-def test_the_tensors_of_a_collective_are_free_once_it_has_been_waited_for():
-    """gloo's threads drop them a moment later: each of these used to leave bytes in one of five calls."""
+def test_a_collectives_tensors_are_freed_after_its_wait():
+    """gloo's threads drop them slightly later: these used to leave bytes in one call in five."""
     for left in launch.run(cell(COLLECTIVES)["main"], 4, gpu="V100"):
         assert left == {name: {0} for name in left}

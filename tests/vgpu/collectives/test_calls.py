@@ -1,4 +1,4 @@
-"""What collectives refuse: wrong arguments, and two ranks on one GPU."""
+"""What collectives reject: wrong arguments, and two ranks on one GPU."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from vgpu import launch
 
 
 def errors_of_wrong_calls(device):
-    """What each wrong call raises, on the last rank of two."""
+    """Return what each wrong call raises on the last of two ranks."""
     import torch
     import torch.distributed as dist
 
@@ -80,7 +80,7 @@ def wrong_and_right_calls(rank, world, errors_of_wrong_calls):
     return errors, row.tolist(), images.sum().item(), gathered.sum(dim=(1, 2, 3)).tolist()
 
 
-def test_ranks_and_a_cluster_refuse_the_same_wrong_calls():
+def test_ranks_and_a_cluster_reject_the_same_wrong_calls():
     ranks = launch.run(wrong_and_right_calls, 2, errors_of_wrong_calls, gpu="V100")
     errors = ranks[1][0]
     for _, *done in ranks:  # contiguous and channels-last tensors are one block of memory
@@ -110,7 +110,7 @@ def test_ranks_and_a_cluster_refuse_the_same_wrong_calls():
         )
 
 
-def test_a_group_refuses_two_ranks_on_one_gpu_as_nccl_does():
+def test_a_group_rejects_two_ranks_on_one_gpu_as_nccl_does():
     main = cell(
         """
         def main(rank, world_size):
@@ -133,7 +133,7 @@ def test_a_group_refuses_two_ranks_on_one_gpu_as_nccl_does():
         launch.run(main, 2, gpu="V100")
 
 
-def test_a_group_refuses_a_tensor_on_a_gpu_other_than_its_own_as_nccl_does():
+def test_a_group_rejects_a_tensor_on_another_gpu_as_nccl_does():
     main = cell(
         """
         def main(rank, world_size):

@@ -1,4 +1,4 @@
-"""What only NCCL or CUDA can do: done differently, or refused with a message."""
+"""Features that only NCCL or CUDA has: implemented differently, or rejected with a clear message."""
 
 import torch
 from cells import cell
@@ -32,7 +32,7 @@ def main(rank, world):
 """
 
 
-def test_what_only_nccl_offers_is_refused_with_a_clear_message():
+def test_nccl_only_features_are_rejected_with_a_clear_message():
     (said,) = launch.run(cell(MESSAGES)["main"], 1, gpu="V100")
     for kind, begin in {
         "empty": "empty() on vgpu: symmetric memory",

@@ -1,4 +1,4 @@
-"""Collectives and process groups on virtual GPUs match those on CPU tensors, over real ranks."""
+"""Collectives and process groups on virtual GPUs match those on CPU tensors, on real ranks."""
 
 import pytest
 import torch
@@ -10,9 +10,10 @@ import vgpu
 from vgpu import launch
 from vgpu.launch import launcher
 
-# Each body gets ``make(*size)``, which creates a tensor of the given dtype on the tested device
-# from rank and seed; ``call``, keywords for the group and for async_op; ``done``, to wait; the
-# group's size ``n``, its second rank ``root`` and this rank's ``peer``. It sets ``out``.
+# Each body gets ``make(*size)``, which creates a tensor of the given dtype on the tested device,
+# with values that depend on rank and seed; ``call``, keyword arguments for the group and async_op;
+# ``done``, which waits; the group's size ``n``; its second rank ``root``; and this rank's ``peer``.
+# It sets ``out``.
 COLLECTIVES = {
     **{
         f"all_reduce {op}": f"out = [make(4)]; done(dist.all_reduce(out[0], dist.ReduceOp.{op}, **call))"
@@ -64,7 +65,7 @@ COLLECTIVES = {
         "out = [tensor for part in parts for tensor in part]"
     ),
 }
-# These have no asynchronous form, or only an asynchronous one.
+# These are only synchronous or only asynchronous.
 AT_ONCE = {
     "send, recv": (
         "out = [make(3)]\n"
@@ -125,15 +126,15 @@ AT_ONCE = {
     ),
     "barriers": ("dist.barrier(group); dist.monitored_barrier(group); out = [make(1)]"),
 }
-# gloo has no all_to_all of lists before torch 2.15, and monitored_barrier needs a group named gloo.
+# Before torch 2.15, gloo has no all_to_all of lists; monitored_barrier needs a group named gloo.
 LACKED = {"all_to_all", "barriers"}
 DTYPES = (
     "float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64", "bool",
     "complex64",
 )  # fmt: skip
 
-# Among all ranks or a pair, synchronous or asynchronous: every collective is tried with every dtype
-# and in every way, and with TESTS=all with every dtype in every way.
+# With all ranks or a pair, synchronous or asynchronous: every collective is tried with every dtype
+# and in every way; with TESTS=all, in every combination of the two.
 WAYS = [(False, False), (False, True), (True, True), (True, False)]
 
 
@@ -190,7 +191,7 @@ def main(rank, world, bodies, cases):
 
 
 @pytest.mark.parametrize(("bodies", "asynchronous"), [(COLLECTIVES, True), (AT_ONCE, False)])
-def test_every_collective_returns_what_it_returns_on_the_cpu(bodies, asynchronous):
+def test_every_collective_has_the_same_result_as_on_the_cpu(bodies, asynchronous):
     main, tried = cell(RANKS)["main"], cases(bodies, asynchronous)
     ranks = launch.run(main, 4, bodies, tried, gpu="V100")
     for rank, outcomes in enumerate(ranks):
@@ -198,7 +199,7 @@ def test_every_collective_returns_what_it_returns_on_the_cpu(bodies, asynchronou
         for *case, on_cpu, on_gpu in outcomes:
             lacked_by_gloo = case[0] in LACKED and torch.__version__ < "2.15"
             assert on_gpu == on_cpu or (lacked_by_gloo and isinstance(on_cpu, str)), (rank, *case)
-    # If gloo refuses, it does so on both; most of the table compares values.
+    # gloo rejects the same calls on both devices; most cases compare values.
     refused = {tuple(o[:2]) for o in ranks[0] if isinstance(o[-1], str)}
     assert len(refused) < len(bodies) * len(DTYPES) / 3, refused
     lacked = {name for name, dtype in refused if dtype == "float32" and "B" not in name}
@@ -236,8 +237,8 @@ def main(rank, world):
 """
 
 
-def test_vccl_does_what_nccl_does_and_gloo_does_not():
-    """Lists of unequal parts, messages to oneself, and profiler events under its own name."""
+def test_vccl_supports_what_nccl_does_and_gloo_does_not():
+    """Lists of unequal parts, messages to the same rank, and profiler events under vccl's own name."""
     for rank, (received, own, others, events, said) in enumerate(
         launch.run(cell(BEYOND_GLOO)["main"], 3, gpu="V100")
     ):
@@ -264,13 +265,13 @@ def main(rank, world, backends):
 """
 
 
-def test_every_group_of_virtual_gpus_takes_both_kinds_of_tensors():
+def test_every_group_of_virtual_gpus_accepts_cpu_and_gpu_tensors():
     backends = ["vccl", "vgpu:vccl", "cpu:gloo,vgpu:vccl", "vgpu:gloo"]
     for rank, sums in enumerate(launch.run(cell(BACKENDS)["main"], 2, backends, gpu="V100")):
         assert sums == dict.fromkeys(backends, (f"vgpu:{rank}", [2.0, 2.0], [2.0, 2.0]))
 
 
-def test_a_hang_names_the_collective_on_virtual_tensors():
+def test_the_error_for_a_hang_names_the_collective():
     source = """
     def main(rank, world):
         x = torch.ones(3, device="vgpu")
@@ -289,7 +290,7 @@ def test_a_hang_names_the_collective_on_virtual_tensors():
         ({"gpu": "V100", "memory_bytes": 0}, "must be a positive integer.*; found 0"),
     ],
 )
-def test_launch_refuses_impossible_gpus(options, phrase):
+def test_launch_rejects_invalid_gpu_options(options, phrase):
     with pytest.raises(ValueError, match=phrase):
         launch.run(lambda rank, world: None, 2, **options)
 
@@ -304,8 +305,8 @@ def test_launch_uses_real_gpus_if_there_are_enough(monkeypatch):
     assert launcher._virtual_gpus(2, "V100", 7) == (vgpu.get_spec("V100"), 7)
 
 
-def test_an_all_gather_reads_one_large_tensor_as_nccl_does():
-    """As a flat tensor, whatever its shape; SyncBatchNorm gathers into one of shape (1, n)."""
+def test_single_tensor_collectives_ignore_shapes_as_nccl_does():
+    """Tensors are read as flat; SyncBatchNorm gathers into one of shape (1, n)."""
     main = cell(
         """
         def main(rank, world_size):
@@ -343,7 +344,7 @@ def test_autograd_warns_about_a_parameter_in_a_collective_as_on_the_cpu():
         assert on_gpu == on_cpu == [True]
 
 
-# Futures, and the communication hooks of DDP that use them
+# Futures, and the DDP communication hooks that use them
 
 FUTURES = """
 def main(rank, world):
@@ -369,7 +370,7 @@ def main(rank, world):
 """
 
 
-def test_a_future_holds_tensors_of_the_gpu_that_took_part():
+def test_a_futures_tensors_are_on_the_gpu_of_its_collective():
     results = launch.run(cell(FUTURES)["main"], 2, gpu="V100")
     assert results == [(f"vgpu:{rank}", [16.0, 16.0]) for rank in range(2)]
 
@@ -411,8 +412,8 @@ def main(rank, world, bodies):
 """
 
 
-def test_every_collective_of_virtual_gpus_has_a_future():
-    """gloo has no futures for some, such as reduce_scatter and messages."""
+def test_every_collective_on_virtual_gpus_has_a_future():
+    """gloo has none for some collectives, such as reduce_scatter, nor for messages."""
     sent = "works += [dist.isend(make(3), peer), dist.irecv(x := make(3), peer)]; out = [x]"
     own = "works += [dist.isend(make(3), rank), dist.irecv(x := make(3), rank)]; out = [x]"
     uneven = "out = [make(1), make(2)]; done(dist.all_gather(out, make(1 + rank), **call))"
@@ -461,7 +462,7 @@ def main(rank, world, names):
 """
 
 
-def test_a_communication_hook_returns_what_it_returns_on_the_cpu():
+def test_communication_hooks_have_the_same_results_as_on_the_cpu():
     names = ["own", "allreduce", "fp16", "PowerSGD"]
     if torch.version.cuda is not None:  # other builds of torch lack this one, whatever the device
         names.append("bf16")

@@ -20,7 +20,7 @@ BY_BATCH = ("ddp", "fsdp", "hybrid_sharding", "fsdp_without_resharding")
 
 @functools.cache
 def results_of(group):
-    """For each rank, the results of a group's ways; the ranks are started only once."""
+    """Return each rank's results for a group of strategies; the ranks are started only once."""
     return launch.run(strategies.both, 4, WAYS[group], gpu="V100")
 
 
@@ -78,7 +78,7 @@ def test_a_model_that_runs_out_of_memory_under_ddp_trains_under_fully_shard():
     assert "OutOfMemoryError" in str(raised.value)
     limited = launch.run(cell(TRAIN)["main"], 2, True, gpu="V100", memory_bytes=LIMIT_BYTES)
     roomy = launch.run(cell(TRAIN)["main"], 2, True, gpu="V100")
-    assert limited == roomy, "the limit changes neither a loss nor a byte"
+    assert limited == roomy, "the limit changes no loss and no byte count"
     replicas = launch.run(cell(TRAIN)["main"], 2, False, gpu="V100")
     for (losses, peak_bytes), (expected, needed_bytes) in zip(limited, replicas, strict=True):
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -105,7 +105,7 @@ def main(rank, world, kind, recorded):
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_ddp_join_has_the_same_results_on_virtual_gpus_as_on_the_cpu(recorded):
-    """A rank without data adds zeros: C++ waits for the futures of all-reduces outside of backward."""
+    """A rank without data contributes zeros; C++ waits for all-reduce futures outside backward."""
     on_cpu = launch.run(cell(JOIN)["main"], 2, "cpu", False)
     on_gpu = launch.run(cell(JOIN)["main"], 2, "vgpu", recorded, gpu="V100", timeout_s=60)
     assert on_gpu == on_cpu

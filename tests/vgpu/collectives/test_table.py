@@ -9,7 +9,7 @@ from toy_cluster import EXACT, collectives, toy
 import vgpu
 from vgpu.collectives.table import COLLECTIVES, NAMES, sent_bytes
 
-# Operators that send nothing, need gloo by name and CPU tensors, or send to several ranks at once.
+# Operators that send nothing, need gloo by name and CPU tensors, or send to multiple ranks at once.
 WITHOUT_A_ROW = {
     "_c10d_functional::_wrap_tensor_autograd",
     "_c10d_functional::batch_p2p_ops",
@@ -27,7 +27,7 @@ def test_every_collective_operator_of_torch_has_a_row():
 
 
 @pytest.mark.virtual_gpus(2)
-def test_an_operator_without_a_row_is_refused():
+def test_an_operator_without_a_row_is_rejected():
     message = ["isend"], [0], [0], [torch.ones(2, device="vgpu:0")], "no group"
     with pytest.raises(NotImplementedError, match=r"batch_p2p_ops is not supported .*all_reduce"):
         torch.ops._c10d_functional.batch_p2p_ops(*message)

@@ -1,4 +1,4 @@
-"""Wrappers of virtual tensors: their device, their random numbers, and when modules are imported."""
+"""Wrappers around virtual tensors, random numbers across ranks, and which modules are imported."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.virtual_gpus(2)
 
 def test_a_wrapper_shows_the_virtual_device_and_can_be_moved():
     class Around(torch.Tensor):
-        """A wrapper subclass, as anyone might write it."""
+        """A wrapper subclass as a user might write it."""
 
         @staticmethod
         def __new__(cls, inside):
@@ -61,7 +61,7 @@ def test_a_generators_state_is_complete_and_has_an_offset():
     assert other.initial_seed() == 7 and generators.offset_in(other.get_state()).item() == 12
 
 
-def test_shards_draw_differently_and_replicas_alike():
+def test_shards_draw_different_numbers_and_replicas_the_same():
     source = """
     def main(rank, world):
         from torch.distributed.device_mesh import init_device_mesh

@@ -30,7 +30,7 @@ def test_files_of_python_of_packages_and_of_vgpu_are_library_files(path):
     assert is_library(path)
 
 
-def test_the_innermost_line_of_a_cell_counts_before_files_that_it_calls():
+def test_the_innermost_line_in_a_cell_takes_precedence_over_called_files():
     module, cell = __file__, "<cell 1>"
     assert user_call_site([(dist.__file__, 1), (module, 2), (cell, 3)]).filename == cell
     assert user_call_site([(dist.__file__, 1), (module, 2)]).line == 2
@@ -52,7 +52,7 @@ class Thing:
 
 
 def left_behind():
-    """What a function had in a variable, if that's still alive after it has returned."""
+    """Return a weak reference to a local object, which is dead unless the frame is kept alive."""
     thing = Thing()
     return weakref.ref(thing)
 
@@ -61,7 +61,7 @@ def is_in_this_file(site):
     return site is not None and site.filename == __file__
 
 
-def test_asking_for_the_state_keeps_nothing_of_the_rank_alive(often):
+def test_reading_a_ranks_state_keeps_none_of_its_objects_alive(often):
     rank, done, late = threading.get_ident(), threading.Event(), 0
     seen = []
 

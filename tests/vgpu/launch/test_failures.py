@@ -1,4 +1,4 @@
-"""Every fault of a rank is survived and reported with its location, and leaves nothing behind."""
+"""Every fault in a rank is reported with its location, and leaves nothing behind."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from vgpu.launch.processes import RankProcesses
 
 @dataclass
 class Fault:
-    """A fault, provoked by the body of a function that each rank runs."""
+    """A fault, caused by the body of a function that each rank runs."""
 
     name: str
     body: str
@@ -240,7 +240,7 @@ if rank == 0: net(torch.ones(1, 2))""",
         ["never would have", "new_group([0, 1]): rank 1 arrived, rank 0 never arrived"],
     ),
 ]
-# On other systems, nobody can tell what type the dead rank's tensor had.
+# Other systems can't tell which dtype the dead rank's tensor had.
 if sys.platform == "linux":
     TABLE.append(
         Fault(
@@ -258,18 +258,18 @@ if sys.platform == "linux":
 
 @pytest.fixture(autouse=True)
 def _early_looks(monkeypatch):
-    """Look at the ranks soon: what's found matters here, not how long the first look is delayed."""
+    """Look at the ranks early: these tests check what's found, not how long the first look waits."""
     monkeypatch.setattr(launcher, "FIRST_LOOK_S", 0.1)
 
 
 @pytest.fixture(scope="module")
 def others():
-    """Processes that tests in other files keep until their end."""
+    """Processes that tests in other files keep running."""
     return psutil.Process().children(recursive=True)
 
 
 def left_behind(others):
-    """New processes, except for the forkserver and its tracker, and new folders and shared memory."""
+    """Return new processes (except the forkserver and its tracker), folders and shared memory."""
     servers = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
     own = psutil.Process()
     children = [p for p in own.children() if not any(s in " ".join(p.cmdline()) for s in servers)]
@@ -280,7 +280,7 @@ def left_behind(others):
 
 
 @pytest.mark.parametrize("fault", TABLE, ids=lambda fault: fault.name)
-def test_every_fault_of_a_rank_is_reported_and_leaves_nothing_behind(fault, others):
+def test_every_fault_in_a_rank_is_reported_and_leaves_nothing_behind(fault, others):
     body = "\n    ".join(fault.body.strip("\n").split("\n"))
     function = cell(f"def main(rank, world_size):\n    {body}")["main"]
     with pytest.raises(fault.error) as caught:
@@ -301,7 +301,7 @@ def test_the_errors_cause_is_the_ranks_own_exception():
     assert caught.value.__cause__.args == ("weights",)
 
 
-def test_what_a_rank_printed_before_its_fault_is_shown(capsys):
+def test_output_printed_before_a_fault_is_shown(capsys):
     function = cell(
         """
         def main(rank, world_size):
@@ -315,7 +315,7 @@ def test_what_a_rank_printed_before_its_fault_is_shown(capsys):
     assert capsys.readouterr().out == "[rank 0] one before\n"
 
 
-def test_the_stop_button_says_where_the_ranks_were_and_ends_them(capsys, others, tmp_path):
+def test_the_stop_button_ends_the_ranks_and_says_where_they_were(capsys, others, tmp_path):
     function = cell(
         """
         def main(rank, world_size, folder):
@@ -375,7 +375,7 @@ def test_a_run_after_a_failed_one_works():
     assert launch.run(names["works"], 2) == [0, 1]
 
 
-def test_ranks_that_all_fail_while_asked_for_their_state_report_their_error(monkeypatch):
+def test_ranks_that_fail_while_asked_for_their_state_report_their_error(monkeypatch):
     """The launcher looks for hangs after half a second, which is when short functions fail."""
     ask = RankProcesses.ask_states
 

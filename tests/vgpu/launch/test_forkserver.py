@@ -1,4 +1,4 @@
-"""The process that ranks are forked from: started ahead, without torch in this one, and clean for forking."""
+"""The forkserver: started early, without importing torch in this process, and safe to fork from."""
 
 import multiprocessing
 import multiprocessing.forkserver
@@ -14,7 +14,7 @@ from vgpu import launch
 FORKS = "forkserver" in multiprocessing.get_all_start_methods()
 
 
-def test_warming_up_starts_the_process_that_ranks_come_from():
+def test_warming_up_starts_the_forkserver():
     source = "def main(rank, world_size): return rank"
     server = multiprocessing.forkserver._forkserver
     launch.warm_up()
@@ -24,7 +24,7 @@ def test_warming_up_starts_the_process_that_ranks_come_from():
     assert started is not None and server._forkserver_pid == started
 
 
-@pytest.mark.skipif(os.name != "posix", reason="process groups are POSIX's")
+@pytest.mark.skipif(os.name != "posix", reason="process groups are specific to POSIX")
 def test_a_kernel_that_exits_has_no_process_to_wait_for():
     """Jupyter waits up to 2.5 s for the kernel's whole process group, including processes that have
     exited.
@@ -43,7 +43,7 @@ print([os.getpgid(child.pid) == os.getpgrp() for child in psutil.Process().child
 
 @pytest.mark.skipif(not FORKS, reason="nothing to fork from")
 def test_a_rank_collects_garbage_only_among_its_own_objects():
-    """Going through all of torch takes longer than most ranks compute, and copies its pages."""
+    """Going through torch's objects takes longer than most ranks run, and copies their pages."""
     source = """
     def main(rank, world_size):
         import gc

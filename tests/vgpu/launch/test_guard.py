@@ -1,4 +1,4 @@
-"""What a rank started ends with the call, even in other sessions and without its environment."""
+"""A rank's child processes end with the call, even in other sessions or without its environment."""
 
 import os
 import signal

@@ -29,7 +29,7 @@ def computing(*collectives):
     return RankState("runs", LINE, collectives=list(collectives), members=BOTH)
 
 
-def test_a_rank_that_still_computes_is_not_a_certain_hang():
+def test_a_hang_is_not_certain_while_a_rank_computes():
     assert not is_deadlock([waiting(started(1)), computing()])
     assert not is_deadlock([waiting(started(1)), None])
 
@@ -52,7 +52,8 @@ def test_all_reduce_of_different_sizes_is_a_mismatch():
     ranks = [waiting(started(1)), waiting(started(1, shape=(3,)))]
     assert is_deadlock(ranks)
     assert "Mismatch in all_reduce" in explain(ranks, str)
-    # One rank has finished with what had arrived, and waits for the other in the next collective.
+    # One rank finished with the data that had arrived, and waits for the other in the next
+    # collective.
     ahead = waiting(started(1, finished=True), started(2, name="barrier"))
     assert is_deadlock([ahead, waiting(started(1, shape=(3,)))])
 
@@ -65,7 +66,7 @@ def test_all_reduce_of_different_shapes_of_equal_size_is_not_a_mismatch():
 
 
 def messaging(rank, source, target, *, others=(), tag=0):
-    """Blocked in a send or recv; others: what it sent before."""
+    """Return the state of a rank blocked in a send or recv; ``others`` are messages it sent before."""
     message = Message("0", source, target, tag)
     state = RankState("runs", LINE, "recv", True, [], BOTH, message=message)
     (state.received if rank == target else state.sent)[message] += 1
@@ -73,12 +74,14 @@ def messaging(rank, source, target, *, others=(), tag=0):
     return state
 
 
-def test_ranks_that_all_receive_from_the_next_wait_forever():
+def test_ranks_that_all_receive_from_the_next_rank_are_deadlocked():
     ring = [messaging(rank, (rank + 1) % 3, rank) for rank in range(3)]
     assert is_deadlock(ring)
     assert not is_deadlock([*ring[:2], None])
     sent = Message("0", 1, 0, 0)
-    assert not is_deadlock([ring[0], messaging(1, 2, 1, others=[sent]), ring[2]]), "on its way"
+    assert not is_deadlock([ring[0], messaging(1, 2, 1, others=[sent]), ring[2]]), (
+        "the message is on its way"
+    )
     other_tag = [sent._replace(tag=1)]
     assert is_deadlock([ring[0], messaging(1, 2, 1, others=other_tag), ring[2]])
 
@@ -105,7 +108,7 @@ def test_a_new_group_that_a_member_never_creates_is_a_certain_hang():
     text = explain([making_group([0, 1]), missing], str)
     assert "new_group([0, 1]): rank 0 arrived, rank 1 never arrived" in text
     assert not is_deadlock([making_group([0, 1]), making_group([0, 1])])
-    missing.groups_made = 2  # it has created it and moved on
+    missing.groups_made = 2  # the rank has created it and moved on
     assert not is_deadlock([making_group([0, 1]), missing])
 
 

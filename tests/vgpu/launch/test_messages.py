@@ -1,4 +1,4 @@
-"""What can't be sent between processes is refused by name, with advice."""
+"""Objects that can't be sent between processes are rejected by name, with advice."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_run_refuses_to_send_virtual_tensors_and_says_what_to_send_instead(what,
         launch.run(print, 2, make())
 
 
-def test_a_result_on_a_virtual_gpu_is_refused_with_the_same_message():
+def test_a_result_on_a_virtual_gpu_is_rejected_with_the_same_message():
     names = cell(
         """
         def main(rank, world_size):

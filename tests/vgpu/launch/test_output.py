@@ -1,4 +1,4 @@
-"""What ranks print is reassembled from the bytes in their pipes, and shown in order of time."""
+"""What ranks print is reassembled from the bytes in their pipes, and shown in chronological order."""
 
 import pytest
 from cells import run
@@ -10,7 +10,7 @@ def frame(stamp_ns, text, stream="o"):
     return f"\0{stamp_ns}{stream}\0{text}".encode()
 
 
-def test_output_is_ordered_by_the_time_of_writing_not_of_reading(capsys):
+def test_output_is_ordered_by_time_written_not_time_read(capsys):
     output = RankOutput(2, by_rank=False)
     output.feed(1, frame(30, "third\n") + frame(10, "first\n"))
     output.feed(0, frame(20, "second\n"))
@@ -18,7 +18,7 @@ def test_output_is_ordered_by_the_time_of_writing_not_of_reading(capsys):
     assert capsys.readouterr().out == "[rank 1] first\n[rank 0] second\n[rank 1] third\n"
 
 
-def test_lines_newer_than_the_last_read_wait_for_the_next(capsys):
+def test_lines_newer_than_the_last_read_wait_for_the_next_read(capsys):
     output = RankOutput(1, by_rank=False)
     output.feed(0, frame(10, "old\n") + frame(50, "young\n"))
     assert output.show(40)
@@ -39,7 +39,7 @@ def test_the_output_does_not_depend_on_where_a_read_ends(size, capsys):
     assert shown.err == "[rank 0] err\n"
 
 
-def test_a_progress_bar_overwrites_only_its_own_last_state(capsys):
+def test_a_progress_bar_overwrites_only_its_own_previous_state(capsys):
     output = RankOutput(2, by_rank=False)
     output.feed(0, frame(1, "\r 50%"))
     output.show(2)
@@ -52,7 +52,7 @@ def test_a_progress_bar_overwrites_only_its_own_last_state(capsys):
     )
 
 
-def test_a_ranks_output_is_cut_at_its_limit_and_the_others_is_not(capsys):
+def test_only_the_rank_over_the_limit_has_its_output_truncated(capsys):
     output = RankOutput(2, by_rank=False)
     output.feed(0, frame(1, "x" * MAX_OUTPUT_CHARACTERS) + frame(2, "lost\n"))
     output.feed(1, frame(3, "shown\n"))
@@ -62,7 +62,7 @@ def test_a_ranks_output_is_cut_at_its_limit_and_the_others_is_not(capsys):
     assert "5 more characters from this rank are not shown" in shown.err
 
 
-def test_prints_are_shown_in_order_of_time_and_marked_by_rank(capsys):
+def test_output_is_shown_chronologically_and_labeled_by_rank(capsys):
     run(
         """
         def main(rank, world_size):

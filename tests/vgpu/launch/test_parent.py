@@ -13,7 +13,7 @@ import psutil
 import pytest
 from rights import needs_shared_memory
 
-# The least that ranks need: a forkserver that imports nothing else starts a second faster.
+# Only what ranks need: a forkserver with fewer imports starts a second faster.
 FEW_IMPORTS = """
 from vgpu.launch import forkserver
 forkserver.PRELOAD = ("torch", "vgpu.launch.rank")
@@ -46,18 +46,18 @@ def wait_until(condition, what, limit_s=300):
     """Poll for a condition; after the time limit, fail and say what didn't happen."""
     end_s = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < end_s, f"waited in vain: {what}"
+        assert time.monotonic() < end_s, f"timed out waiting for {what}"
         time.sleep(0.02)
 
 
 def litter(folder):
-    """The contents of a temporary folder, without the cache that importing torch._dynamo creates."""
+    """Return a temporary folder's contents, except the cache that importing torch._dynamo creates."""
     return [path for path in folder.iterdir() if not path.name.startswith("torchinductor_")]
 
 
 @pytest.fixture
 def short_folder():
-    """A data loader's workers open sockets in TMPDIR; the path of a test's folder is too long for that."""
+    """Data loader workers open sockets in TMPDIR; a test folder's path is too long for that."""
     with tempfile.TemporaryDirectory(prefix="t-") as folder:
         yield Path(folder)
 
@@ -115,7 +115,7 @@ def test_a_killed_parent_leaves_no_processes_files_or_shared_memory(short_folder
     assert not [p for p in Path("/dev/shm").glob("torch_*") if p.name.split("_")[1] in ended]
 
 
-def test_ranks_print_into_the_cell_under_nbmake(tmp_path):
+def test_ranks_print_to_the_cell_under_nbmake(tmp_path):
     cells = [
         FEW_IMPORTS + "from vgpu import launch",
         "def greet(rank, world_size):\n    print('hello from', rank)\n    return rank",

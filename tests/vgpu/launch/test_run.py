@@ -14,7 +14,7 @@ from vgpu import launch
 from vgpu.launch import launcher
 
 
-def test_results_come_in_rank_order_and_the_group_is_ready():
+def test_results_are_in_rank_order_and_the_group_is_ready():
     results = run(
         """
         def main(rank, world_size, factor):
@@ -33,7 +33,7 @@ def test_results_come_in_rank_order_and_the_group_is_ready():
 
 
 def test_no_function_starts_before_every_rank_has_joined():
-    """It may leave the group immediately, while others would still be connecting."""
+    """A function may leave the group immediately, while other ranks would still be connecting."""
     names = cell(
         """
         class Late:
@@ -56,7 +56,7 @@ def test_no_function_starts_before_every_rank_has_joined():
     assert min(began_s) >= max(joined_s)
 
 
-def test_the_names_that_a_function_uses_are_sent_with_it():
+def test_names_used_by_a_function_are_sent_with_it():
     names = cell(
         """
         from dataclasses import dataclass
@@ -80,7 +80,7 @@ def test_the_names_that_a_function_uses_are_sent_with_it():
     assert all(isinstance(m, names["Measure"]) for m in results)
 
 
-def test_a_function_may_call_an_operator_by_its_name_in_torch_ops():
+def test_a_function_can_call_an_operator_by_its_torch_ops_name():
     def main(rank, world_size):
         return torch.ops.aten.add(rank, world_size)
 
@@ -92,7 +92,7 @@ def test_ranks_run_the_latest_version_of_a_cell():
     assert run("def main(rank, world_size): return 'new'", 2) == ["new", "new"]
 
 
-def test_the_environment_is_torchruns_and_threads_are_divided(monkeypatch):
+def test_ranks_get_torchruns_environment_and_their_share_of_threads(monkeypatch):
     monkeypatch.setenv("SET_IN_A_CELL", "yes")
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")  # torch reads it on import
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "SET_IN_A_CELL")
@@ -203,12 +203,12 @@ def test_each_rank_has_its_own_random_numbers():
         (100_000, ValueError, "100000 ranks are too many for .* cores.*Use at most"),
     ],
 )
-def test_run_refuses_impossible_numbers_of_ranks(nprocs, error, phrase):
+def test_run_rejects_impossible_numbers_of_ranks(nprocs, error, phrase):
     with pytest.raises(error, match=phrase):
         launch.run(print, nprocs)
 
 
-def test_run_refuses_other_impossible_arguments():
+def test_run_rejects_other_impossible_arguments():
     with pytest.raises(
         TypeError, match=r"first argument must be a function, as in launch.run\(train, 2\)"
     ):
@@ -235,7 +235,7 @@ def test_the_error_for_an_unpicklable_function_names_the_cause():
         launch.run(print, 2, "fine", threading.Lock())
 
 
-def test_a_function_that_does_not_take_rank_and_world_size_is_refused_before_anything_starts():
+def test_a_function_without_rank_and_world_size_is_rejected_before_ranks_start():
     message = r"calls main\(rank, world_size\), and main\(rank\) can't be called that way: too many"
     with pytest.raises(TypeError, match=message):
         run("def main(rank): return rank", 2)
@@ -255,5 +255,5 @@ def test_ranks_use_real_gpus_and_nccl_if_there_are_enough(monkeypatch, gpus, ncc
     assert {job.backend for job in launcher._jobs(ranks, None)} == {backend}
 
 
-def test_a_free_port_is_outside_of_the_range_that_systems_assign():
+def test_a_free_port_is_outside_the_ephemeral_range():
     assert 20_000 <= launcher.free_port() < 30_000

@@ -1,7 +1,7 @@
 """Lesson 07's script under torchrun on two hosts: one is lost and comes back, and training resumes.
 
-The hosts are two agents on this machine. At the end, the parameters must be those of a single
-undisturbed process.
+The hosts are two agents on this machine. At the end, the parameters must match those from a single
+uninterrupted process.
 """
 
 import inspect
@@ -24,7 +24,7 @@ from vgpu.launch.launcher import free_port, loopback
 
 LESSON = next(path for path in lessons.NOTEBOOKS if lessons.number(path) == "07")
 LOST_IN_EPOCH = 2
-TIME_S = 800  # for what takes seconds; a busy machine imports torch slowly
+TIME_S = 800  # usually seconds are enough, but a busy machine imports torch slowly
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def expected(lesson, tmp_path_factory):
 def with_digits(folder):
     for part in ("train", "test"):
         digits = Digits(train=part == "train")
-        # 15 steps per epoch, which are as good as 29 here.
+        # 15 steps per epoch are as good as 29 here.
         images, labels = digits.data[:720, None].double() / 255, digits.targets[:720]
         torch.save((images, labels), folder / f"{part}.pt")
     return folder
@@ -87,8 +87,8 @@ def test_training_resumes_after_a_host_is_lost(lesson, expected, tmp_path):
 
 
 def train_on_two_hosts(script, folder, environment_of_host_1):
-    """Start two agents and wait for both; returns their exit statuses, None after ``TIME_S``."""
-    # Both hosts would take GPU 0.
+    """Start two agents, wait for both, and return their exit statuses (None after ``TIME_S``)."""
+    # With GPUs visible, both hosts would use GPU 0.
     shared = {"GLOO_SOCKET_IFNAME": loopback(), "CUDA_VISIBLE_DEVICES": ""}
     arguments = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
     arguments += [f"--master-port={free_port()}", f"--log-dir={folder / 'logs'}"]
@@ -104,7 +104,7 @@ def train_on_two_hosts(script, folder, environment_of_host_1):
         return [status_of(agent) for agent in agents]
     finally:
         for agent in agents:
-            agent.terminate()  # which ends its ranks; nothing happens if it has exited
+            agent.terminate()  # also ends its ranks; does nothing if it has exited
             if status_of(agent) is None:
                 agent.kill()
                 agent.wait()
@@ -118,7 +118,7 @@ def status_of(agent):
 
 
 def history_in(folder):
-    """For each epoch in the checkpoint, the number of ranks that trained it."""
+    """Return, for each epoch in the checkpoint, the number of ranks that trained it."""
     saved = torch.load(folder / "checkpoint.pt", map_location="cpu")
     return [ranks for ranks, _ in saved["history"]]
 
@@ -130,7 +130,7 @@ def test_the_script_consists_of_the_lessons_own_functions(lesson):
 
 
 def test_the_folder_is_left_with_one_complete_checkpoint(lesson, tmp_path):
-    """A save that's interrupted leaves the previous checkpoint."""
+    """An interrupted save leaves the previous checkpoint."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     lesson["save"](tmp_path, model, optimizer, ["before"])

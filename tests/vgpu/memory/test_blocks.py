@@ -1,4 +1,4 @@
-"""Counted bytes: per storage, rounded, freed with the last reference, limited, recorded."""
+"""Byte counts: per storage, rounded up, freed with the last reference, limited, and recorded."""
 
 import copy
 import gc
@@ -79,7 +79,7 @@ def test_peak_is_kept_until_it_is_reset():
         lambda: torch.ones(1, device="vgpu:1").expand(20 * MIB).contiguous(),
     ],
 )
-def test_a_request_that_does_not_fit_raises_cudas_error_and_leaks_nothing(ask):
+def test_an_allocation_that_does_not_fit_raises_cudas_error_and_leaks_nothing(ask):
     kept = torch.zeros(MIB, device="vgpu:1")
     words = (
         r"VGPU out of memory\. Tried to allocate 80\.00 MiB\. GPU 1 has a total capacity of "
@@ -153,7 +153,7 @@ def test_a_sparse_tensor_changed_in_place_is_recounted():
         lambda out: out.resize_as_(ones(1).expand(20 * MIB)),
     ],
 )
-def test_out_of_memory_in_place_leaves_size_and_bytes_as_they_were(grow):
+def test_out_of_memory_in_place_leaves_sizes_and_bytes_unchanged(grow):
     out = torch.empty(0, device="vgpu:0")
     with pytest.raises(torch.OutOfMemoryError):
         grow(out)
@@ -177,7 +177,7 @@ def test_moving_a_module_moves_its_bytes():
     assert (allocated(0), allocated(2)) == (0, 0)
 
 
-def test_a_record_has_what_was_allocated_where_and_by_which_operation():
+def test_a_record_shows_where_and_by_which_operation_memory_was_allocated():
     with vgpu.record_memory() as record:
         x = torch.zeros(256, device="vgpu:1")
         y = x @ x
@@ -220,7 +220,7 @@ def test_set_per_process_memory_fraction_limits_what_is_allocated():
 @pytest.mark.parametrize(
     ("fraction", "kind"), [(1.5, ValueError), (-0.1, ValueError), (1, TypeError)]
 )
-def test_a_bad_memory_fraction_is_refused(fraction, kind):
+def test_a_bad_memory_fraction_is_rejected(fraction, kind):
     with pytest.raises(kind, match="fraction"):
         torch.vgpu.set_per_process_memory_fraction(fraction)
 

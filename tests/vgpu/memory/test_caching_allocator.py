@@ -1,4 +1,4 @@
-"""Reserved bytes by the rules of CUDACachingAllocator.cpp: computed by hand, and from the real allocator."""
+"""Reserved bytes match CUDACachingAllocator.cpp: hand calculations and the real allocator's counts."""
 
 import random
 
@@ -8,7 +8,7 @@ import torch
 from vgpu.memory.caching_allocator import CachingAllocator
 
 KIB, MIB = 2**10, 2**20
-GPU = torch.device("cpu")  # only named in messages
+GPU = torch.device("cpu")  # used only in messages
 
 
 def allocator(capacity_mib=1024, expandable=False):
@@ -16,7 +16,7 @@ def allocator(capacity_mib=1024, expandable=False):
 
 
 def allocated(sizes_mib, **options):
-    """Blocks 0, 1, 2 and so on, with these sizes, on the default stream."""
+    """Allocate blocks 0, 1, 2 and so on, of these sizes, on the default stream."""
     made = allocator(**options)
     for block, size_mib in enumerate(sizes_mib):
         made.allocate(block, int(size_mib * MIB), 0)
@@ -32,7 +32,7 @@ def test_small_blocks_share_segments_of_2_mib():
     assert mib(made) == (2, 2, 1)
     made.allocate(8, 512, 0)
     assert mib(made) == (4, 2 + 512 / MIB, 2)
-    # The last small size is 1 MiB; 512 bytes more come from a segment of 20 MiB.
+    # The largest small block is 1 MiB; 512 bytes more come from a 20 MiB segment.
     assert mib(allocated([1])) == (2, 1, 1)
     assert mib(allocated([1 + 512 / MIB])) == (20, 1 + 512 / MIB, 1)
 
@@ -42,8 +42,8 @@ def test_small_blocks_share_segments_of_2_mib():
     [
         (30, 30, 30),
         (10, 10, 10),
-        (10 - 512 / MIB, 20, 10 - 512 / MIB),  # below 10 MiB: a part of 20
-        (11, 12, 12),  # 1 MiB remains, and only more than that is split off
+        (10 - 512 / MIB, 20, 10 - 512 / MIB),  # below 10 MiB: part of a 20 MiB segment
+        (11, 12, 12),  # only a remainder of more than 1 MiB is split off
         (13.5, 14, 14),
     ],
 )
@@ -53,18 +53,19 @@ def test_large_blocks_have_their_own_segment(size_mib, reserved_mib, allocated_m
 
 def test_an_expandable_segment_leaves_no_gaps():
     plain, expandable = allocated([30] * 3), allocated([30] * 3, expandable=True)
-    # Three segments of 30, or one of five pages of 20.
+    # Three segments of 30 MiB, or one of five 20 MiB pages.
     assert (mib(plain), mib(expandable)) == ((90, 90, 3), (100, 90, 1))
     for made in (plain, expandable):
         made.free(0)
         made.free(2)
         made.allocate(3, 40 * MIB, 0)
-    # 30 and 30 are free but apart, and 40 is requested; the last 30 and the 10 after it make 40.
+    # Two separate blocks of 30 MiB are free, and 40 MiB are requested: the last 30 and the 10 after
+    # it suffice.
     assert (mib(plain), mib(expandable)) == ((130, 70, 4), (100, 70, 1))
 
 
 def counts_of_a_random_program(made, seed):
-    """The allocator's counts after each event, and how often it ran out of memory."""
+    """Return the allocator's counts after each event, and how often it ran out of memory."""
     generator = random.Random(seed)
     live, counted, out_of_memory = [], [], 0
     for block in range(600):
@@ -94,10 +95,13 @@ def counts_of_a_random_program(made, seed):
         (333, True, (187_233_730_560, 129_558_452_224, 3_053, 16_177, 11_535)),
     ],
 )
-def test_random_programs_end_as_with_pytorchs_own_allocator(capacity_mib, expandable, expected):
-    """The sums of all counts after each of 600 events in PyTorch 2.15's allocator. Its compiled
-    code (libc10_cuda.so) got the same events, with CUDA's functions replaced by ones that only
-    count bytes.
+def test_random_programs_have_the_same_counts_as_in_pytorchs_allocator(
+    capacity_mib, expandable, expected
+):
+    """Check the sums of all counts after each of 600 events against PyTorch 2.15's allocator.
+
+    Its compiled code (libc10_cuda.so) got the same events, with CUDA's functions replaced by ones
+    that only count bytes.
     """
     made = allocator(capacity_mib, expandable)
     counted = counts_of_a_random_program(made, seed=capacity_mib)

@@ -1,4 +1,4 @@
-"""Records of memory: numbered blocks and their streams, and what CUDA would reserve for them."""
+"""Memory records: numbered blocks and their streams, and what CUDA would reserve for them."""
 
 import contextlib
 import gc
@@ -44,7 +44,7 @@ def test_an_allocation_and_its_release_share_a_number():
 
 
 @pytest.mark.parametrize("shapes", [False, True])
-def test_a_record_has_what_is_reserved_with_values_and_as_shapes(shapes):
+def test_a_record_has_reserved_bytes_for_values_and_for_shapes(shapes):
     with vgpu.shapes_only() if shapes else contextlib.nullcontext(), vgpu.record_memory() as record:
         a, b, c = of(30), of(30), of(30)
         del a, c
@@ -76,10 +76,10 @@ def test_blocks_belong_to_the_stream_on_which_they_were_allocated():
     del y, other
 
 
-def test_a_growing_storage_moves_and_an_emptied_one_is_free():
+def test_a_growing_storage_moves_and_an_emptied_one_is_freed():
     with vgpu.record_memory() as record:
         x = of(12)
-        x.untyped_storage().resize_(30 * MIB)  # a copy: 12 and 30 at once
+        x.untyped_storage().resize_(30 * MIB)  # copied: 12 and 30 MiB at the same time
         x.untyped_storage().resize_(0)
         y = of(30)  # in x's place
     found = record.reserved("vgpu:0")
@@ -92,14 +92,14 @@ def test_blocks_from_before_the_record_come_first():
     kept, gone = of(6), of(30)
     with vgpu.record_memory() as record:
         del gone
-        new = of(29)  # in the block of 30, which isn't split
+        new = of(29)  # reuses the 30 MiB block, which isn't split
     found = record.reserved("vgpu:0")
     assert (found.reserved_bytes, found.allocated_bytes) == (50 * MIB, 36 * MIB)
     assert found.segments == 2
     del kept, new
 
 
-def test_a_record_has_what_a_gpu_of_another_size_would_reserve():
+def test_a_record_predicts_reserved_bytes_on_a_gpu_of_another_size():
     with vgpu.record_memory() as record:
         x = of(30)
         del x

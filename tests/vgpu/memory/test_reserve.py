@@ -32,7 +32,7 @@ def reserved_mib(device=0):
 
 
 @pytest.mark.parametrize(("size_mib", "expected"), [(0.5, 2), (1, 2), (5, 20), (11, 12), (30, 30)])
-def test_a_block_takes_a_segment_which_stays_when_it_is_freed(size_mib, expected):
+def test_a_blocks_segment_stays_reserved_when_the_block_is_freed(size_mib, expected):
     x = of(size_mib)
     assert reserved_mib() == expected
     assert reserved_mib(1) == 0
@@ -45,7 +45,7 @@ def test_a_block_takes_a_segment_which_stays_when_it_is_freed(size_mib, expected
     del y
 
 
-def test_emptying_the_cache_releases_only_whole_segments():
+def test_empty_cache_releases_only_unused_segments():
     kept, x, y = of(5), of(5), of(30)
     del x, y
     assert reserved_mib() == 50
@@ -94,7 +94,7 @@ def test_streams_share_no_segments():
 def test_cached_segments_are_released_before_memory_runs_out():
     x = of(200)
     del x
-    y = of(100)  # the 200, which isn't split: there's no room left in it
+    y = of(100)  # in the 200 MiB segment, which can't be released while y is in it
     assert reserved_mib() == 200
     z = of(156)
     assert torch.vgpu.memory_allocated() == 256 * MIB
@@ -110,12 +110,12 @@ def test_cached_segments_are_released_before_memory_runs_out():
         assert [torch.vgpu.memory_stats()[name] for name in counts] == [0, 0]
 
 
-def test_a_gpu_reserves_more_than_it_has_if_cuda_would_run_out():
+def test_reserved_bytes_exceed_capacity_where_cuda_would_run_out():
     parts = [of(20) for _ in range(12)]
     del parts[::2]
-    x = of(130)  # while 120 are in use
+    x = of(130)  # while 120 MiB are in use
     assert (torch.vgpu.memory_allocated() // MIB, reserved_mib()) == (250, 250)
-    y = of(4)  # there's no room for a segment of 20
+    y = of(4)  # there's no room for a 20 MiB segment
     assert (torch.vgpu.memory_allocated() // MIB, reserved_mib()) == (254, 270)
     assert torch.vgpu.mem_get_info() == (0, 256 * MIB)
     with pytest.raises(torch.OutOfMemoryError, match=r"this process has 256\.00 MiB memory in use"):
@@ -123,7 +123,7 @@ def test_a_gpu_reserves_more_than_it_has_if_cuda_would_run_out():
     del x, y
 
 
-def test_reenabled_gpus_count_only_what_is_still_held():
+def test_reenabled_gpus_count_only_memory_still_held():
     x, y = of(5), of(30)
     del y
     with vgpu.enable(1, memory_bytes=512 * MIB):
@@ -136,7 +136,7 @@ def test_reenabled_gpus_count_only_what_is_still_held():
 
 
 def some_program(ask, seed=0):
-    """Blocks are created, resized and freed at random, on two streams, with a query after each."""
+    """Create, resize and free blocks at random on two streams, with a query after each step."""
     chance, side, live = random.Random(seed), torch.vgpu.Stream("vgpu:0"), []
     for _ in range(300):
         kind = chance.random()
@@ -153,7 +153,7 @@ def some_program(ask, seed=0):
 
 @pytest.mark.parametrize("longest_log", [8, 2**21])
 @pytest.mark.parametrize("shapes", [False, True])
-def test_reserved_bytes_equal_those_that_a_record_replays(longest_log, shapes, monkeypatch):
+def test_reserved_bytes_equal_those_replayed_from_a_record(longest_log, shapes, monkeypatch):
     monkeypatch.setattr(records, "_LONGEST_LOG", longest_log)
     asked = []
     mode = vgpu.shapes_only() if shapes else torch.no_grad()
@@ -167,7 +167,7 @@ def test_reserved_bytes_equal_those_that_a_record_replays(longest_log, shapes, m
 
 
 def test_the_allocator_survives_frees_during_an_allocation(monkeypatch):
-    """Whenever an object is created, Python may collect others, whose finalizers may do anything."""
+    """Creating an object may trigger garbage collection, whose finalizers may do anything."""
     held, made = [of(3), of(9)], []
 
     class Block(memory.Block):
@@ -180,7 +180,7 @@ def test_the_allocator_survives_frees_during_an_allocation(monkeypatch):
     monkeypatch.setattr(memory, "Block", Block)
     kept = of(30)
     assert torch.vgpu.memory_allocated() == (12 + 12 + 30) * MIB
-    assert reserved_mib() == 20 + 12 + 30  # one of 12 is where the first two were
+    assert reserved_mib() == 20 + 12 + 30  # one 12 MiB block is where the first two were
     made.clear()
     assert torch.vgpu.memory_allocated() == 30 * MIB
     torch.vgpu.empty_cache()

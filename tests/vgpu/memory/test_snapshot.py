@@ -1,6 +1,4 @@
-"""Memory snapshots of virtual GPUs have the format of torch.cuda.memory._snapshot, and PyTorch's
-viewer reads them.
-"""
+"""Memory snapshots have the format of torch.cuda.memory._snapshot, and PyTorch's viewer reads them."""
 
 import pickle
 
@@ -84,7 +82,7 @@ def test_a_snapshot_without_a_history_has_segments_and_no_frames():
     assert segment["blocks"][0]["frames"] == []
 
 
-def test_a_full_history_keeps_its_last_entries():
+def test_a_full_history_keeps_its_latest_entries():
     torch.vgpu.memory._record_memory_history(max_entries=2)
     kept = [make_weight() for _ in range(3)]
     trace = torch.vgpu.memory._snapshot()["device_traces"][0]
@@ -100,7 +98,7 @@ def test_a_dumped_snapshot_is_a_pickle(history, tmp_path):
     assert taken["segments"][0]["allocated_size"] == weight.nbytes
 
 
-def test_virtual_gpus_that_are_switched_off_record_no_history():
+def test_disabled_virtual_gpus_record_no_history():
     with vgpu.enable(1):
         torch.vgpu.memory._record_memory_history()
     with vgpu.enable(1):

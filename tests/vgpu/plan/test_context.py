@@ -1,4 +1,4 @@
-"""Plans whose ranks share each sequence: what they compute, keep and send, and what's refused."""
+"""Context-parallel plans: what ranks compute, keep and send, and what's rejected."""
 
 import pytest
 
@@ -16,8 +16,8 @@ def in_attention(step):
     return sum(e.flop for e in step.timeline.events if "attention" in e.name)
 
 
-def test_ranks_divide_the_computation_of_a_single_rank():
-    """Each computes the causal half of its own part, and half of its part's scores with each other part."""
+def test_ranks_divide_a_single_ranks_computation():
+    """Each computes the causal half of its own part, and half of its scores with each other part."""
     one, four = predict(plan(Layout())), predict(plan(Layout(cp=4)))
     assert in_attention(one) == 4 * in_attention(four)
     products = [step.timeline.flop - in_attention(step) for step in (one, four)]
@@ -25,16 +25,16 @@ def test_ranks_divide_the_computation_of_a_single_rank():
     assert four.plan.tokens == one.plan.tokens == 512
 
 
-def test_keys_and_values_are_gathered_and_their_gradients_travel_around_a_ring():
+def test_keys_and_values_are_gathered_and_their_gradients_sent_around_a_ring():
     events = predict(plan(Layout(cp=4))).timeline.events
-    both = 2 * 512 * SMALL.width  # keys and values of the whole sequence
+    both = 2 * 512 * SMALL.width  # keys and values of the full sequence
     gathers = [e for e in events if e.name == "all_gather" and e.size_bytes == 2 * both]
     assert len(gathers) == 2 * SMALL.layers  # backward gathers them again
     passed = [e.size_bytes for e in events if e.name == "all_to_all"]
     assert passed == [4 * both // 4] * 4 * SMALL.layers  # in float32
 
 
-def test_parameters_are_sharded_among_ranks_that_share_sequences():
+def test_parameters_are_sharded_across_context_parallel_ranks():
     few, many = (predict(plan(layout)) for layout in (Layout(dp_shard=4), Layout(2, 1, cp=4)))
     assert few.bytes_by_cause["parameters"] == pytest.approx(
         many.bytes_by_cause["parameters"], rel=0.05
@@ -48,6 +48,6 @@ def test_context_parallelism_combines_with_tensor_parallelism_and_pipelines():
     assert in_attention(step)
 
 
-def test_a_sequence_that_is_not_divisible_is_refused():
+def test_an_indivisible_sequence_length_is_rejected():
     with pytest.raises(ValueError, match=r"4 ranks can.t share a sequence of 500 .* multiple of 8"):
         plan(Layout(cp=4), sequence=500)

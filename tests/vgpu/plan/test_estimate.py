@@ -1,4 +1,4 @@
-"""Back-of-envelope estimates match what PyTorch's own code counts, computes and sends on a cluster."""
+"""Back-of-the-envelope estimates match what PyTorch's own code computes and sends on a cluster."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ def cost(gpus_per_host=8, network="InfiniBand NDR", **shares):
     )
 
 
-def test_estimated_flops_are_those_that_a_counter_counts():
+def test_estimated_flops_match_a_flop_counter():
     small = TransformerSizes(2, 256, 8, 4, 512, 1024, sequence=128)
     model, tokens = Transformer(small), torch.zeros(1, 128, dtype=torch.int64)
     # For fused attention on the CPU, torch 2.15 counts the scores twice in backward, and 2.14 not
@@ -45,8 +45,8 @@ def test_estimated_flops_are_those_that_a_counter_counts():
     assert counter.get_total_flops() == 128 * estimate.flop_per_token(small, 128)
 
 
-def test_estimated_bytes_are_those_that_pytorch_sends_on_a_cluster():
-    """FSDP2 and tensor parallelism, one sequence on each of 2 hosts, for the blocks only."""
+def test_estimated_bytes_match_what_pytorch_sends_on_a_cluster():
+    """FSDP2 and tensor parallelism with one sequence on each of 2 hosts; blocks only."""
     layers, tensor, data = 2, 4, 2
     model = dataclasses.replace(LLAMA["8B"], layers=layers, vocabulary=1024, sequence=512)
     found = mesh_step(
@@ -56,8 +56,7 @@ def test_estimated_bytes_are_those_that_pytorch_sends_on_a_cluster():
     hidden_bytes = 512 * model.width * 2
     assert sent["all_reduce"] == 4 * layers * hidden_bytes
     assert found.of("tensor").sent_bytes == 2 * (tensor - 1) / tensor * sent["all_reduce"]
-    # Norms aren't split by tensor parallelism. FSDP keeps what it gathers for a module without a
-    # parent.
+    # Tensor parallelism doesn't shard norms. FSDP keeps the gathered parameters of a root module.
     block = model.block_products / tensor + 2 * model.width
     assert sent["all_gather"] == layers * block * 2
     assert sent["reduce_scatter"] == layers * block * 4
@@ -68,7 +67,7 @@ def test_estimated_bytes_are_those_that_pytorch_sends_on_a_cluster():
 
 
 def sent_on_a_cluster(model, tensor, data):
-    """Bytes of each of the blocks' collectives in one step."""
+    """Return the bytes of the blocks' collectives in one step, by kind."""
     plan = {
         "attention": PrepareModuleInput(
             input_layouts=(Replicate(), None, None),
@@ -103,7 +102,7 @@ def sent_on_a_cluster(model, tensor, data):
     return sent
 
 
-def test_one_gpu_sends_nothing_and_computes_six_flops_per_parameter_and_token():
+def test_one_gpu_sends_nothing_and_computes_six_flops_per_parameter_per_token():
     small = dataclasses.replace(LLAMA["8B"], sequence=64)
     found = mesh_step(dict.fromkeys(DIMENSIONS, 1), small, 4, cost())
     assert [each.sent_bytes for each in found.traffic] == [0] * 4
@@ -128,30 +127,30 @@ def test_a_mesh_divides_the_computation_but_not_the_result():
     assert held[2] == held[3] == whole.held_bytes * (2 + 4 + 6) / 18
 
 
-def test_the_bubble_is_that_of_1f1b():
+def test_the_bubble_matches_1f1b():
     found = mesh_step({"tensor": 1, "context": 1, "pipeline": 8, "data": 8}, MODEL, 64, cost())
     assert found.bubble_s / found.compute_s == pytest.approx((8 - 1) / 8)
 
 
-def test_ring_attention_sends_the_bytes_that_lesson_14_counts_on_ranks():
+def test_ring_attention_sends_the_bytes_counted_on_ranks_in_lesson_14():
     """Keys and values n - 1 times, then n times together with gradients in float32."""
     found = mesh_step(dict.fromkeys(DIMENSIONS, 1) | {"context": 4}, MODEL, 1, cost())
     keys = 8192 // 4 * 128 * 8
     assert found.of("context").sent_bytes == MODEL.layers * (3 * 2 * keys * 2 + 4 * 2 * keys * 6)
 
 
-def test_a_slow_network_slows_only_what_goes_over_it():
+def test_a_slow_network_slows_only_traffic_that_crosses_it():
     fast, slow = (
         mesh_step(SIZES, MODEL, 64, cost(network=n)) for n in ("InfiniBand NDR", "Ethernet 100")
     )
-    for name in ("tensor", "context"):  # 4 × 2 fill a host
+    for name in ("tensor", "context"):  # 4 × 2 ranks fill a host
         assert fast.of(name) == slow.of(name)
     for name in ("pipeline", "data"):
         assert slow.of(name).exposed_s > fast.of(name).exposed_s
         assert slow.of(name).link == "Ethernet, 100 Gb/s, TCP"
 
 
-def test_the_time_is_that_of_the_slowest_group_not_of_rank_0s():
+def test_the_slowest_group_determines_the_time():
     found = mesh_step({"pipeline": 5, "data": 8, "tensor": 1, "context": 1}, MODEL, 64, cost())
     assert found.of("pipeline").ranks == (
         15,

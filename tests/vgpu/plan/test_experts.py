@@ -1,4 +1,4 @@
-"""Experts: their results match a loop over tokens; what plans with them send, and what's refused."""
+"""Experts: results match a loop over tokens; what plans with experts send, and what's rejected."""
 
 import dataclasses
 
@@ -24,9 +24,9 @@ def made(sizes=EXPERTS, seed=0):
 
 
 def one_by_one(module, tokens, ranks=None):
-    """Send each token through its experts, as if each had room for all.
+    """Send each token through its experts, as if each expert had room for all tokens.
 
-    ranks: how many of two ranks a token may be sent to.
+    ``ranks`` is the number of ranks, out of two, that a token may be sent to.
     """
     chances = F.linear(tokens, module.router).softmax(-1)
     if ranks == 1:
@@ -45,7 +45,7 @@ def one_by_one(module, tokens, ranks=None):
     return torch.stack(outputs)
 
 
-def test_experts_with_enough_slots_compute_what_a_loop_over_tokens_does():
+def test_experts_with_enough_slots_match_a_loop_over_tokens():
     module = made(dataclasses.replace(EXPERTS, capacity=4.0))
     x = torch.randn(2, 6, 16, requires_grad=True)
     y = x.detach().clone().requires_grad_()
@@ -56,7 +56,7 @@ def test_experts_with_enough_slots_compute_what_a_loop_over_tokens_does():
     torch.testing.assert_close(x.grad, y.grad)
 
 
-def test_an_expert_without_a_slot_left_drops_the_token():
+def test_a_full_expert_drops_further_tokens():
     module = made(ExpertSizes(2, 1, 32, capacity=1.0))
     with torch.no_grad():
         module.router[1] = -module.router[0]
@@ -82,7 +82,7 @@ def whole_and_part(rank, world_size):
     return [float((a - b).abs().max()) for a, b in pairs]
 
 
-def test_experts_divided_among_ranks_compute_what_a_rank_with_all_of_them_would():
+def test_experts_divided_across_ranks_match_a_rank_with_all_of_them():
     for differences in launch.run(whole_and_part, 2):
         assert max(differences) < 1e-4
 
@@ -105,12 +105,12 @@ def limited_part(rank, world_size, ranks_per_token):
 
 
 @pytest.mark.parametrize("ranks_per_token", [1, 2])
-def test_experts_limited_to_ranks_compute_what_a_loop_over_tokens_does(ranks_per_token):
+def test_experts_limited_to_some_ranks_match_a_loop_over_tokens(ranks_per_token):
     for differences in launch.run(limited_part, 2, ranks_per_token):
         assert max(differences) < 1e-4
 
 
-def test_parameters_and_flops_are_those_of_the_model():
+def test_parameters_and_flops_match_the_model():
     shared = dataclasses.replace(EXPERTS, shared_width=48, dense_layers=1)
     for sizes in (SMALL, dataclasses.replace(SMALL, experts=shared)):
         with torch.device("meta"):
@@ -125,7 +125,7 @@ def plan(layout, sizes=SMALL, **options):
     return Plan(sizes, layout, 2, gpus_per_host=4, **options)
 
 
-def test_ranks_of_ep_send_slots_there_and_back_and_gather_only_their_own_experts():
+def test_ep_ranks_exchange_slots_and_gather_only_their_own_experts():
     alone, shared = predict(plan(Layout(dp_shard=4))), predict(plan(Layout(dp_shard=4, ep=2)))
     sent = [e.size_bytes for e in shared.timeline.events if e.name == "all_to_all"]
     slots_bytes = 2 * 2 * 64 * EXPERTS.per_token * SMALL.width
@@ -190,7 +190,7 @@ def test_experts_combine_with_pipelines_context_and_recomputation():
         ),
     ],
 )
-def test_experts_that_cannot_be_divided_are_refused(options, message):
+def test_indivisible_experts_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         plan(**{"layout": Layout(), **options})
     with pytest.raises(ValueError, match="ep = 2 must divide dp_shard × cp = 3"):

@@ -1,4 +1,4 @@
-"""A step extrapolated from a few layers matches that of the whole model."""
+"""A step extrapolated from a few layers matches the full model's step."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ SIZES = TransformerSizes(8, 1024, 8, 8, 2752, 2048, sequence=1024)
 @pytest.mark.parametrize(
     "layout", sample([Layout(dp_shard=4, tp=4), Layout(dp_shard=16)], 1), ids=str
 )
-def test_extrapolated_time_and_bytes_are_those_of_all_layers(layout):
+def test_extrapolated_time_and_bytes_match_all_layers(layout):
     plan = Plan(SIZES, layout, 4, 1024, "full")
     few = extrapolate(
         dataclasses.replace(plan, gpu="A100"), gpu=plan.gpu
@@ -54,7 +54,7 @@ def test_a_rank_can_be_recorded_without_an_earlier_step(layout):
     assert first.allocated_bytes > 0
 
 
-def test_earlier_ddp_in_the_same_process_does_not_change_bytes(tmp_path):
+def test_ddp_used_earlier_in_the_process_does_not_change_bytes(tmp_path):
     """DDP's group is gone, and the plan's group gets the same name."""
     store = (tmp_path / "store").as_uri()
     dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)

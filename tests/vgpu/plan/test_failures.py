@@ -17,14 +17,15 @@ from vgpu.plan.failures import (
 @pytest.mark.parametrize(
     ("training_s", "interval_s", "checkpoint_s", "failures_s", "total_s"),
     [
-        # A failure at 20 s undoes 8 s; 3 s to restart; then two more parts.
+        # A failure at 20 s loses 8 s; the restart takes 3 s; then two intervals remain.
         (30, 10, 2, [20], 47),
-        # At 11 s during the checkpoint, at 13 s during the restart, which starts over.
+        # One failure at 11 s, during the checkpoint; one at 13 s, during the restart, which starts
+        # over.
         (10, 10, 2, [11, 13], 28),
-        (25, 10, 1, [], 28),  # a short last part
+        (25, 10, 1, [], 28),  # the last interval is shorter
     ],
 )
-def test_a_run_with_failures_takes_as_long_as_computed_by_hand(
+def test_a_run_with_failures_takes_the_time_computed_by_hand(
     training_s, interval_s, checkpoint_s, failures_s, total_s
 ):
     found = with_failures_at(training_s, interval_s, checkpoint_s, 3, failures_s)
@@ -38,12 +39,12 @@ def test_the_simulation_agrees_with_the_formula(interval_s, restart_s):
     costs = {"checkpoint_s": 120, "restart_s": restart_s, "between_failures_s": 10_000}
     found = simulated(5_000 * interval_s, interval_s, **costs)
     assert found.failures > 200
-    # The mean of thousands of failures is within a few percent of the expected value.
+    # The mean over thousands of failures is within a few percent of the expected value.
     assert found.share == pytest.approx(expected_goodput(interval_s, **costs), rel=0.04)
 
 
-def test_a_run_that_hardly_ever_completes_is_refused():
-    """The formula used to overflow, and the simulation drew failures for years."""
+def test_a_run_that_hardly_ever_completes_is_rejected():
+    """The formula used to overflow, and the simulation to run almost forever."""
     between_failures_s = 11_141
     assert expected_goodput(8e6, 60, 300, between_failures_s) == 0
     share = expected_goodput(120 * 2**11, 60, 300, between_failures_s)
@@ -67,8 +68,8 @@ def test_youngs_formula_finds_the_best_interval():
     assert at_best > expected_goodput(best * 4, **costs) + 0.05
 
 
-def test_the_time_between_failures_is_that_published_for_llama_3():
-    """54 days, 419 interruptions."""
+def test_the_time_between_failures_matches_llama_3s():
+    """54 days, with 419 interruptions."""
     assert mean_time_between_failures_s(16_384) / 3600 == pytest.approx(54 * 24 / 419)
     assert mean_time_between_failures_s(8) / 86_400 == pytest.approx(54 / 419 * 2048)
 
@@ -84,6 +85,6 @@ def test_the_time_between_failures_is_that_published_for_llama_3():
         (lambda: simulated(1, 1, 1, 1, -5), "between_failures_s must be positive .* got -5"),
     ],
 )
-def test_the_formula_refuses_impossible_times(call, words):
+def test_the_formula_rejects_impossible_times(call, words):
     with pytest.raises(ValueError, match=words):
         call()

@@ -1,4 +1,4 @@
-"""Linear layers with float8 products: their values, what plans multiply in float8, what ranks send."""
+"""Float8 linear layers: their values, which matmuls plans run in float8, and what ranks send."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ def plan(layout, **options):
     return Plan(SMALL, layout, 2, 128, gpus_per_host=4, **options)
 
 
-def test_output_and_gradients_match_a_linear_layers_up_to_rounding():
+def test_output_and_gradients_match_a_linear_layer_up_to_rounding():
     torch.manual_seed(0)
     with vgpu.enable(1, gpu="H100"):
         plain = nn.Sequential(nn.Linear(64, 32, bias=False)).bfloat16().to("vgpu")
@@ -38,7 +38,7 @@ def test_output_and_gradients_match_a_linear_layers_up_to_rounding():
         assert 0 < (found - expected).norm() < 0.06 * expected.norm()
 
 
-def test_blocks_multiply_in_float8_and_the_output_does_not():
+def test_blocks_use_float8_matmuls_and_the_output_layer_does_not():
     plain, step = predict(plan(Layout(dp_shard=4))), predict(plan(Layout(dp_shard=4), float8=True))
     counts = [
         {name: sum(e.name == name for e in each.timeline.events) for name in ("mm", "_scaled_mm")}
@@ -55,11 +55,11 @@ def test_blocks_multiply_in_float8_and_the_output_does_not():
 def test_layers_that_share_an_input_cast_it_once():
     step = predict(plan(Layout(), float8=True))
     largest = [e for e in step.timeline.events if e.name == "amax" and not e.backward]
-    weights, inputs = 7, 4  # one for queries, keys and values; one for gate and up
+    weights, inputs = 7, 4  # queries, keys and values share one; so do gate and up
     assert len(largest) == SMALL.layers * (weights + inputs)
 
 
-def test_ranks_of_tp_gather_float8_and_reduce_the_largest_value():
+def test_tp_ranks_gather_float8_and_reduce_the_maximum():
     def gathered(**options):
         events = predict(plan(Layout(tp=4), **options)).timeline.events
         return [e.size_bytes for e in events if e.name == "all_gather"]
@@ -72,12 +72,12 @@ def test_ranks_of_tp_gather_float8_and_reduce_the_largest_value():
     assert any(e.name == "all_reduce" and e.size_bytes <= 4 for e in events)
 
 
-def test_selective_recomputation_keeps_every_second_product():
+def test_selective_recomputation_keeps_every_other_matmul():
     step = predict(plan(Layout(), float8=True, recompute="selective"))
     plain = predict(plan(Layout(), recompute="selective"))
     assert step.timeline.flop == plain.timeline.flop
 
 
-def test_a_gpu_without_float8_is_refused():
+def test_a_gpu_without_float8_is_rejected():
     with pytest.raises(ValueError, match=r"A100.* can't multiply float8.* H100, H200, B200"):
         dataclasses.replace(plan(Layout()), float8=True, gpu="A100")

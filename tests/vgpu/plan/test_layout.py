@@ -1,4 +1,4 @@
-"""How ranks are grouped, how a model is divided into stages, and what that leaves behind."""
+"""How ranks are grouped, how a model is divided into stages, and when garbage is collected."""
 
 import gc
 import itertools
@@ -19,7 +19,7 @@ MODEL = TransformerSizes(4, 256, 8, 4, 512, 1024, sequence=128)
 
 
 @pytest.mark.parametrize("rank", [0, 5, 13])
-def test_groups_are_those_of_a_device_mesh(rank):
+def test_groups_match_a_device_mesh(rank):
     sizes = {"inner": 2, "middle": 4, "outer": 2}
     with vgpu.cluster(2, 8, rank=rank):
         mesh = init_device_mesh("vgpu", (2, 4, 2), mesh_dim_names=("outer", "middle", "inner"))
@@ -39,14 +39,14 @@ def test_every_rank_is_in_one_group_of_each_dimension():
 @pytest.mark.parametrize(
     "layout", [Layout(dp_shard=12, dp_replicate=2), Layout(tp=8, dp_shard=3), Layout(dp_shard=32)]
 )
-def test_groups_may_span_hosts_if_all_of_a_kind_do_so_equally(layout):
+def test_groups_may_span_hosts_if_all_of_a_kind_span_them_equally(layout):
     check_hosts(layout, 8)
 
 
 @pytest.mark.parametrize(
     "layout", [Layout(dp_shard=3, dp_replicate=8), Layout(tp=6, dp_shard=4), Layout(tp=3, pp=8)]
 )
-def test_groups_of_one_kind_placed_differently_on_hosts_are_refused(layout):
+def test_groups_of_one_kind_placed_differently_on_hosts_are_rejected(layout):
     with pytest.raises(ValueError, match=r"differently.* Choose degrees that divide 8"):
         check_hosts(layout, 8)
 
@@ -69,7 +69,7 @@ def test_embedding_and_output_each_count_as_a_layer(layers, stages, counts):
     assert [part.last for part in found] == [*[False] * (stages - 1), True]
 
 
-def test_stages_in_sequence_are_the_whole_transformer():
+def test_consecutive_stages_match_the_full_transformer():
     torch.manual_seed(0)
     whole, begin = Transformer(MODEL), 0
     tokens = hidden = torch.randint(MODEL.vocabulary, (2, MODEL.sequence))
@@ -102,7 +102,7 @@ def test_reference_cycles_left_by_a_block_are_collected_when_it_ends():
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_an_error_leaves_automatic_collection_as_it_was(enabled):
+def test_an_error_leaves_automatic_garbage_collection_unchanged(enabled):
     if not enabled:
         gc.disable()
     try:

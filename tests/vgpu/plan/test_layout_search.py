@@ -1,4 +1,4 @@
-"""The search for layouts: what it skips, what it extrapolates, and what it prints."""
+"""The layout search: what it skips, what it extrapolates, and what it prints."""
 
 import dataclasses
 import itertools
@@ -40,7 +40,7 @@ def with_memory(plan, size_bytes):
         2,
     ),
 )
-def test_a_few_blocks_predict_the_time_and_bytes_of_all(layout, again, recompute):
+def test_a_few_blocks_predict_the_full_models_time_and_bytes(layout, again, recompute):
     plan = dataclasses.replace(
         GUESS, layout=layout, batch=4, recompute=recompute, reshard_after_forward=again
     )
@@ -76,7 +76,7 @@ def test_a_plan_that_is_skipped_is_not_faster_or_does_not_fit(monkeypatch):
     assert 0 < len(found.best) < len(fitting) < len(found.candidates)
 
 
-def test_every_layout_that_divides_is_a_candidate_once():
+def test_every_divisible_layout_is_a_candidate_once():
     found = list(
         layout_search._plans(dataclasses.replace(GUESS, layout=Layout(dp_shard=4)), sequences=4)
     )
@@ -84,12 +84,12 @@ def test_every_layout_that_divides_is_a_candidate_once():
         found
     )
     assert {p.layout.ranks for p in found} == {4}
-    assert {p.layout.tp for p in found} == {1, 2}  # in one host
+    assert {p.layout.tp for p in found} == {1, 2}  # on one host
     assert max(p.batch * p.layout.dp for p in found) == 4
     assert {p.reshard_after_forward for p in found if p.layout.dp_shard == 1} == {True}
 
 
-def test_ranks_of_tp_are_neighbors_in_one_host():
+def test_tp_ranks_are_neighbors_on_one_host():
     def degrees(ranks):
         plan = dataclasses.replace(GUESS, layout=Layout(dp_shard=ranks), gpus_per_host=6)
         return {p.layout.tp for p in layout_search._plans(plan, sequences=None)}
@@ -100,7 +100,7 @@ def test_ranks_of_tp_are_neighbors_in_one_host():
 
 @pytest.fixture(scope="module")
 def free():
-    """A search where everything fits."""
+    """A search in which everything fits."""
     return search(APART, sequences=2, processes=1)
 
 
@@ -129,7 +129,7 @@ def test_a_search_in_several_processes_finds_the_same_plans(tight):
     assert str(together) == str(alone)
 
 
-def test_an_error_in_another_process_is_raised_as_from_a_plain_call():
+def test_an_error_in_a_worker_process_is_raised_as_in_a_plain_call():
     with pytest.raises(ValueError, match="arithmetic_share"):
         search(APART, sequences=2, processes=2, arithmetic_share=-1.0)
 
@@ -143,7 +143,7 @@ search(Plan(LLAMA["8B"], Layout(dp_shard=64)), processes=2)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows has no SIGKILL")
-def test_no_process_outlives_a_search_that_is_killed(tmp_path):
+def test_no_process_outlives_a_killed_search(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     with subprocess.Popen([sys.executable, tmp_path / "script.py"]) as script:
         started = []
@@ -156,7 +156,7 @@ def test_no_process_outlives_a_search_that_is_killed(tmp_path):
     assert not alive
 
 
-def test_as_many_processes_as_cores_and_memory_allow_search_at_once(monkeypatch):
+def test_cores_and_memory_limit_the_number_of_search_processes(monkeypatch):
     monkeypatch.setattr(launcher, "cores", lambda: 4)
     for free_bytes, processes in ((2**40, 4), (3 * layout_search.WORKER_BYTES, 3), (0, 1)):
         free = SimpleNamespace(available=free_bytes)
@@ -197,7 +197,7 @@ def test_the_command_prints_the_best_plans_and_why_others_were_ruled_out(capsys)
             ["--search", "--no-reshard-after-forward"],
             "--reshard-after-forward: only used without",
         ),
-        # At most two ranks share a layer, so that four hosts have different samples.
+        # At most two ranks share a layer, so four hosts have different samples.
         (
             ["--search", "--hosts", "4", "--sequences", "3"],
             "no layout of 8 GPUs takes as few as 3 sequences per step: use at least 4",

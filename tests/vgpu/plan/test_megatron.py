@@ -1,4 +1,4 @@
-"""Megatron-LM: what its recipes change."""
+"""Megatron-LM recipes: what each setting changes."""
 
 import pytest
 
@@ -16,20 +16,20 @@ def seconds(run, **changes):
     return step_s(run._replace(**changes), SHARES)
 
 
-def test_a_published_model_has_its_parameters():
+def test_a_published_model_has_its_published_parameter_count():
     assert megatron.ROWS[-1].run.sizes.parameters == pytest.approx(1008e9, rel=1e-3)
 
 
-def test_recorded_parameters_are_those_of_the_sizes():
+def test_recorded_parameters_match_the_model_sizes():
     sizes = GPTSizes(1, 512, 8, 512, 1024, key_value_heads=2, feed_forward=1536, gated=True)
     parts = recorded(Run(sizes, 2, 1, 1, 2, 1, 1, NOTHING, flash=True))
-    ends = parts.embedding.parameters + sizes.sequence * sizes.width  # positions aren't divided
+    ends = parts.embedding.parameters + sizes.sequence * sizes.width  # position table isn't divided
     products = 2 * parts.layer.parameters
     assert sizes.layer_products < products < 1.02 * sizes.layer_products
     assert ends >= sizes.vocabulary * sizes.width / 2
 
 
-def test_fused_attention_is_faster_and_grouped_queries_faster_still():
+def test_fused_attention_saves_time_and_grouped_query_attention_saves_more():
     unfused, fused = seconds(WIDE, dropout=0.0), seconds(WIDE, dropout=0.0, flash=True)
     grouped = WIDE.sizes._replace(key_value_heads=8)
     assert seconds(WIDE, sizes=grouped, dropout=0.0, flash=True) < fused < unfused
@@ -43,7 +43,7 @@ def test_small_layers_wait_for_the_host():
 
 
 def test_tensor_parallelism_costs_the_host_six_collectives_per_layer():
-    """Two forward, two in the recomputation, two backward."""
+    """Two in forward, two in recomputation and two in backward."""
     twice = SMALL._replace(tp=2, gpus=2)
     whole, divided = (
         megatron._seconds(recorded(run).layer, recorded(SMALL).layer, run, SHARES)
@@ -59,14 +59,14 @@ def test_a_sharded_optimizer_and_overlap_save_time():
     assert seconds(run, shards_optimizer=True, overlaps=True) < sharded < seconds(run)
 
 
-def test_tensor_parallelism_over_two_hosts_is_slower_than_inside_one():
+def test_tensor_parallelism_is_slower_across_two_hosts_than_within_one():
     inside, across = (
         seconds(WIDE, tp=tp, gpus=16, batch=2 * 16 // tp) / (16 // tp) for tp in (8, 16)
     )
     assert across > inside
 
 
-def test_a_pipeline_inside_a_host_sends_over_its_links():
+def test_a_pipeline_within_a_host_uses_its_links():
     costs = vgpu.CostModel(megatron.GPU, network=vgpu.NETWORKS[megatron.NETWORK], gpus_per_host=8)
     inside = WIDE._replace(tp=1, pp=8, batch=16)
     sent_bytes = 2 * 4096 * 2 * 4096
@@ -84,6 +84,6 @@ def test_a_pipeline_inside_a_host_sends_over_its_links():
         ({"sizes": WIDE.sizes._replace(key_value_heads=8)}, "pass flash=True"),
     ],
 )
-def test_a_run_that_is_not_divisible_is_refused(changes, message):
+def test_an_indivisible_run_is_rejected(changes, message):
     with pytest.raises(ValueError, match=message):
         seconds(WIDE, **changes)

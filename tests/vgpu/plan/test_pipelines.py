@@ -1,4 +1,4 @@
-"""Plans with stages: how a model is divided, what's simulated, what's kept, and what's refused."""
+"""Plans with stages: how a model is divided, what's simulated, what's kept, and what's rejected."""
 
 import dataclasses
 import json
@@ -28,33 +28,33 @@ def plan(layout, batch, **options):
     return Plan(SIZES, layout, batch, **options)
 
 
-TWO = plan(Layout(dp_shard=2, pp=2), 2, gpus_per_host=2)  # a host for each stage
+TWO = plan(Layout(dp_shard=2, pp=2), 2, gpus_per_host=2)  # one host per stage
 
-# A rank's launches run ahead of its GPU; since each action is recorded separately, they start over.
+# A rank's launches run ahead of its GPU, but start over here: each action is recorded separately.
 NO_LAUNCHES = {"python_launch_s": 0.0, "engine_launch_s": 0.0}
 
 
 # What is simulated
 
 
-def test_all_stages_together_compute_what_a_single_one_would():
+def test_two_stages_compute_as_many_flops_as_one():
     one, two = (predict(plan(Layout(pp=n), 4, gpus_per_host=1)) for n in (1, 2))
     assert one.timeline.flop == two.timeline.flop
 
 
-def test_parameters_are_gathered_once_and_gradients_summed_once():
+def test_parameters_are_gathered_once_and_gradients_reduced_once():
     def sent(**options):
         step = predict(plan(Layout(dp_shard=2, pp=2), 3, micro_batches=3, **options))
         events = step.timeline.of("vgpu:1")
         return [sum(e.name == name for e in events) for name in ("all_gather", "reduce_scatter")]
 
     gathers, sums = sent()
-    assert gathers == sums == 3  # two blocks, and what's outside of them
+    assert gathers == sums == 3  # two blocks, and the layers outside them
     again, same = sent(reshard_after_forward=True)
     assert again > gathers and same == sums
 
 
-def test_pytorchs_own_pipeline_takes_as_long_and_allocates_as_many_bytes():
+def test_pytorchs_own_pipeline_takes_the_same_time_and_bytes():
     """Two ranks of torch.distributed.pipelining, recorded and simulated together."""
     layout = Layout(pp=2)
     whole = plan(layout, 6, micro_batches=3, gpus_per_host=1)
@@ -110,7 +110,7 @@ def _torch_s_own(whole, rank, gpu):
 # What is kept
 
 
-def test_micro_batches_in_flight_are_counted_and_so_are_their_bytes():
+def test_micro_batches_in_flight_and_their_bytes_are_counted():
     whole = plan(Layout(pp=2), 3, micro_batches=3, gpus_per_host=2)
     found = [record_rank(whole, whole.schedule, device) for device in (0, 1)]
     assert [rank.in_flight for rank in found] == peaks_in_flight(whole.schedule) == [2, 1]
@@ -134,7 +134,7 @@ def test_a_few_micro_batches_predict_the_time_and_bytes_of_many(chunks, monkeypa
     assert few.reserved_bytes == many.reserved_bytes
 
 
-def test_a_schedule_with_all_its_states_is_not_shortened():
+def test_a_schedule_without_redundant_micro_batches_is_not_shortened():
     whole = plan(Layout(pp=4), 4)
     assert shortened(whole) == whole.schedule
     seen = action_contexts(whole.schedule, 0)
@@ -147,7 +147,7 @@ def test_interleaving_shortens_the_bubble_and_the_step():
     assert interleaved.idle_s < plain.idle_s
 
 
-def test_the_gradients_of_chunks_share_a_link_and_the_update_waits_for_all():
+def test_gradients_of_chunks_share_a_link_and_the_update_waits_for_all():
     """One chunk's gradients are still being sent when the next one's are computed."""
     wide = dataclasses.replace(SIZES, layers=5, width=1024, feed_forward=4096)
     options = {"sequence": 128, "chunks": 2, "gpus_per_host": 2, "network": "Ethernet 100"}
@@ -162,7 +162,7 @@ def test_the_gradients_of_chunks_share_a_link_and_the_update_waits_for_all():
             assert all(one.end_s <= then.start_s + 1e-12 for one, then in pairwise(turns))
         update = [event for event in events if event.module.startswith("update")]
         assert max(event.end_s for event in sent) <= update[0].start_s
-    # Without such a coincidence, nothing above would be tested.
+    # Without such contention, the checks above would test nothing.
     assert any(event.waited_s > 1e-6 for event in step.timeline.events)
 
 
@@ -194,7 +194,7 @@ def test_a_long_prediction_shows_its_progress(capsys, monkeypatch):
     assert "predicting" in capsys.readouterr().err
 
 
-def test_the_trace_has_a_row_for_each_stages_rank(tmp_path, capsys):
+def test_the_trace_has_a_row_for_each_stage(tmp_path, capsys):
     trace = tmp_path / "step.json"
     sizes = (
         "--layers 4 --width 256 --heads 8 --key-value-heads 4 --feed-forward 512 --vocabulary 1024"
@@ -246,7 +246,7 @@ def test_smaller_micro_batches_are_tried_if_a_plan_does_not_fit():
         ({"layout": Layout(dp_shard=4), "micro_batches": 2}, "are for pipelines"),
     ],
 )
-def test_a_plan_refuses_an_impossible_pipeline(options, message):
+def test_a_plan_rejects_an_impossible_pipeline(options, message):
     with pytest.raises(ValueError, match=message):
         Plan(**{"sizes": SIZES, "sequence": 128, "batch": 4, "gpus_per_host": 4, **options})
 
@@ -256,7 +256,7 @@ def test_a_search_does_not_try_pipelines():
         search(TWO)
 
 
-def test_405b_is_divided_as_the_command_says():
+def test_the_405b_model_is_divided_as_the_command_says():
     whole = Plan(LLAMA["405B"], Layout(1, 8, 8, 8), 32, recompute="full")
     assert whole.schedule.micro_batches == 8 and whole.micro_batch == 4
     assert command._pipeline(whole).endswith("layers per stage: 15, 6 × 16, 15")

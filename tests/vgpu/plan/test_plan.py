@@ -1,4 +1,4 @@
-"""Plans for training runs on clusters: what's counted, what's refused, and what the command prints."""
+"""Plans for training runs on clusters: counted bytes, rejected plans, and the command's output."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ def read(options):
     return command.plan_of(vars(command.parser().parse_args(f"{OWN} {options}".split())))
 
 
-def test_a_rank_keeps_as_many_bytes_as_estimated():
+def test_a_ranks_persistent_bytes_match_the_estimate():
     step = predict(Plan(SMALL, Layout(dp_shard=4), sequence=128, gpus_per_host=4))
     whole = 4 * SMALL.parameters
     assert 0 < step.allocated_bytes <= step.reserved_bytes
@@ -41,7 +41,7 @@ def test_a_rank_keeps_as_many_bytes_as_estimated():
     assert step.tokens_per_s == pytest.approx(128 / step.seconds)
 
 
-def test_a_gpu_reserves_no_room_for_the_whole_model():
+def test_a_gpu_does_not_reserve_memory_for_the_full_model():
     sizes = TransformerSizes(16, 512, 8, 4, 1024, 512, sequence=128)
     step = predict(Plan(sizes, Layout(dp_shard=32), sequence=128, recompute="full"))
     assert step.reserved_bytes < 4 * sizes.parameters
@@ -101,12 +101,12 @@ def test_recomputation_takes_less_memory_and_more_time(how):
         ),
     ],
 )
-def test_predict_refuses_an_impossible_plan(options, message):
+def test_predict_rejects_an_impossible_plan(options, message):
     with pytest.raises(ValueError, match=message):
         predict(Plan(**{"sizes": SMALL, "layout": Layout(), "gpus_per_host": 4, **options}))
 
 
-def test_a_sequence_has_the_models_length_unless_a_length_is_given():
+def test_the_sequence_length_defaults_to_the_models():
     assert Plan(SMALL, Layout()).sequence == 128
     assert read("--sequence 64")[0].sequence == 64
 
@@ -127,7 +127,7 @@ def test_the_command_prints_bytes_time_and_speed_and_writes_a_trace(tmp_path, ca
     assert any(row["name"].startswith("nccl") for row in rows)
 
 
-def test_the_command_has_options_for_compiling_and_for_gathering_once():
+def test_the_command_has_options_for_compiling_and_gathering_once():
     plan, costs = read("--dp-shard 4 --batch 8 --no-reshard-after-forward --compile")
     assert plan.sizes == dataclasses.replace(SMALL, sequence=LLAMA["8B"].sequence)
     assert costs == {"fuses": True} and not plan.reshard_after_forward
@@ -139,7 +139,7 @@ def test_the_command_has_options_for_compiling_and_for_gathering_once():
     assert gathers[0] < gathers[1]
 
 
-def test_embedding_and_output_are_gathered_separately_if_wrapped():
+def test_a_wrapped_embedding_and_output_are_gathered_separately():
     wrapped, _ = read("--dp-shard 4 --wrap-ends")
     gathered = [
         {e.size_bytes for e in predict(plan).timeline.events if e.name == "all_gather"}
@@ -156,7 +156,7 @@ def test_async_tp_is_an_option_of_a_plan(capsys):
     sent = {event.name for event in predict(plan, **costs).timeline.events}
     plain = predict(plan, fuses=True)
     assert "permute" in sent and "permute" not in {e.name for e in plain.timeline.events}
-    # The loss's collectives remain, and those that reduce the sum of several matmuls.
+    # The loss's collectives remain, and so do those that reduce the sum of multiple matmuls.
     assert {"all_reduce", "reduce_scatter"} <= sent
     with pytest.raises(SystemExit):
         run("--tp 4 --async-tp")
@@ -199,7 +199,7 @@ def test_the_command_says_which_plans_would_fit(capsys):
     [("full", "--reshard-after-forward"), ("none", "--recompute full --reshard-after-forward")],
 )
 def test_the_command_advises_gathering_again_if_that_would_fit(recompute, advice):
-    """If everything else has been tried or is impossible; it used to say "Use more GPUs"."""
+    """Only if everything else has been tried or is impossible; it used to say "Use more GPUs"."""
     sizes = TransformerSizes(4, 512, 8, 4, 1024, 1024)
     gpu = dataclasses.replace(vgpu.PRESETS["H100"], memory_bytes=110 * 2**20)
     plan = Plan(sizes, Layout(dp_shard=8), 1, 512, recompute, False, gpu, gpus_per_host=1)
@@ -218,7 +218,7 @@ def test_the_command_advises_gathering_again_if_that_would_fit(recompute, advice
         ("--batch 1000000000", "use a smaller batch or shorter sequences"),
     ],
 )
-def test_the_command_refuses_impossible_plans_with_a_clear_message(capsys, options, message):
+def test_the_command_rejects_impossible_plans_with_a_clear_message(capsys, options, message):
     with pytest.raises(SystemExit) as left:
         run(options)
     error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Variants of training: accumulation, the dtype of reductions, which blocks are recomputed."""
+"""Training variants: gradient accumulation, the dtype of reductions, and recomputed blocks."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from vgpu.plan.transformer import TransformerSizes
 SMALL = TransformerSizes(4, 256, 4, 2, 512, 1024, 256)
 
 
-def test_micro_batches_that_are_not_recorded_take_as_long_as_the_second(monkeypatch):
+def test_unrecorded_micro_batches_take_as_long_as_the_second(monkeypatch):
     plan = Plan(SMALL, Layout(dp_shard=8), 2, accumulate=5)
     few = predict(plan)
     few_s = few.seconds
@@ -21,7 +21,7 @@ def test_micro_batches_that_are_not_recorded_take_as_long_as_the_second(monkeypa
     assert plan.tokens == 5 * dataclasses.replace(plan, accumulate=1).tokens
 
 
-def test_gradients_reduced_in_bfloat16_are_half_as_many_bytes():
+def test_reducing_gradients_in_bfloat16_halves_their_bytes():
     sent = {
         reduce: sum(
             event.size_bytes
@@ -33,7 +33,7 @@ def test_gradients_reduced_in_bfloat16_are_half_as_many_bytes():
     assert sent["float32"] == 2 * sent["bfloat16"] > 0
 
 
-def test_recomputing_every_second_block_takes_memory_and_time_between_all_and_none():
+def test_recomputing_every_other_block_is_between_all_and_none():
     plan = Plan(SMALL, Layout(dp_shard=8), 8, recompute="full")
     full, half, none = (
         predict(dataclasses.replace(plan, **change))
@@ -43,7 +43,7 @@ def test_recomputing_every_second_block_takes_memory_and_time_between_all_and_no
     assert full.seconds > half.seconds > none.seconds
 
 
-def test_a_few_layers_extrapolate_if_every_third_block_is_recomputed():
+def test_a_few_layers_extrapolate_with_every_third_block_recomputed():
     sizes = dataclasses.replace(SMALL, layers=12)
     plan = Plan(sizes, Layout(dp_shard=8), 8, recompute="full", recompute_every=3)
     assert extrapolate(plan).seconds() == pytest.approx(predict(plan).seconds, rel=0.01)
@@ -66,6 +66,6 @@ def test_gpt_models_can_be_planned_with_fsdp_tensor_and_pipeline_parallelism(lay
         ({"layout": Layout(pp=2), "batch": 2, "accumulate": 2}, "is for plans without a pipeline"),
     ],
 )
-def test_a_plan_refuses_invalid_gradient_options(change, message):
+def test_a_plan_rejects_invalid_gradient_options(change, message):
     with pytest.raises(ValueError, match=message):
         Plan(**{"sizes": SMALL, "layout": Layout(dp_shard=8), **change})

@@ -1,4 +1,4 @@
-"""Requests in a queue: when each token is ready under each schedule, and what's refused."""
+"""Requests in a queue: when each token is ready under each schedule, and what's rejected."""
 
 import pytest
 
@@ -9,14 +9,14 @@ from vgpu.plan.transformer import LLAMA
 SERVER = Server(LLAMA["8B"])
 
 
-def test_a_lone_request_takes_its_prefill_and_then_a_step_for_each_token():
+def test_a_lone_request_takes_a_prefill_and_a_step_per_token():
     (served,) = simulate_queue(SERVER, [Request(1.0, 300, 4)], whole_prompts)
     assert served.first_token_s == pytest.approx(SERVER.prefill_s(300))
     steps = [SERVER.forward_s([(1, context)]) for context in (300, 301, 302)]
     assert served.gaps_s == pytest.approx(steps)
 
 
-def test_a_whole_prompt_stops_other_requests_and_a_chunked_one_does_not():
+def test_an_unchunked_prompt_stalls_other_requests_and_a_chunked_one_does_not():
     requests = [Request(0.0, 100, 50), Request(0.05, 8000, 2)]
     whole = simulate_queue(SERVER, requests, whole_prompts)
     chunks = simulate_queue(SERVER, requests, chunked_prefill(256))
@@ -49,14 +49,14 @@ def test_a_static_batch_waits_for_its_longest_answer():
 
 
 def test_a_request_waits_until_the_cache_has_room():
-    server = Server(LLAMA["70B"], tp=2)  # 41,225 tokens
+    server = Server(LLAMA["70B"], tp=2)  # its cache holds 41,225 tokens
     first, second = simulate_queue(
         server, [Request(0.0, 30_000, 3), Request(0.0, 20_000, 3)], whole_prompts
     )
     assert second.token_s[0] > first.token_s[-1] + server.prefill_s(20_000) * 0.99
 
 
-def test_a_request_that_arrives_with_its_cache_computes_only_the_rest():
+def test_a_request_with_a_cached_prefix_computes_only_the_rest():
     (served,) = simulate_queue(SERVER, [Request(0.0, 8001, 2, cached=8000)], whole_prompts)
     assert served.first_token_s == SERVER.forward_s([(1, 8000)])
 
@@ -69,7 +69,7 @@ def test_a_request_that_arrives_with_its_cache_computes_only_the_rest():
         ({"cached": 10}, "cached must be from 0 to 9, got 10"),
     ],
 )
-def test_a_request_refuses_impossible_sizes(request_, message):
+def test_a_request_rejects_impossible_sizes(request_, message):
     with pytest.raises(ValueError, match=message):
         Request(**{"arrival_s": 0.0, "prompt": 10, "output": 1, **request_})
 
@@ -86,12 +86,12 @@ def test_a_request_refuses_impossible_sizes(request_, message):
         ),
     ],
 )
-def test_the_queue_refuses_an_impossible_schedule(schedule, message):
+def test_the_queue_rejects_an_impossible_schedule(schedule, message):
     with pytest.raises(ValueError, match=message):
         simulate_queue(SERVER, [Request(0.0, 10, 3)], schedule)
 
 
-def test_the_queue_refuses_what_it_cannot_serve():
+def test_the_queue_rejects_what_it_cannot_serve():
     with pytest.raises(ValueError, match="larger than the server's entire cache"):
         simulate_queue(SERVER, [Request(0.0, 10_000_000, 1)], whole_prompts)
     with pytest.raises(ValueError, match="a server with one stage, got pp=2"):

@@ -1,4 +1,4 @@
-"""Pipeline schedules: complete, free of deadlocks, and with the papers' bubble and memory."""
+"""Pipeline schedules: complete, deadlock-free, and with the papers' bubbles and memory."""
 
 import math
 from itertools import pairwise
@@ -27,7 +27,7 @@ each_kind = pytest.mark.parametrize("make", schedules.KINDS.values(), ids=schedu
 
 
 def bubbles(times=None):
-    """Every schedule that's possible for some sizes, simulated."""
+    """Yield every possible schedule for some sizes, simulated."""
     for p, m in SIZES:
         for make in schedules.KINDS.values():
             if make is not schedules.interleaved or m % p == 0:
@@ -39,7 +39,7 @@ def bubbles(times=None):
     "make", [schedules.all_forward_all_backward, schedules.one_forward_one_backward]
 )
 @pytest.mark.parametrize("backward", [1, 2, 3])
-def test_the_bubble_is_gpipes_however_long_backward_takes(make, p, m, backward):
+def test_the_bubble_equals_gpipes_for_any_backward_time(make, p, m, backward):
     times = Times(forward=1, input_gradient=backward / 2, weight_gradient=backward / 2)
     simulated = simulate(make(p, m), times)
     assert math.isclose(simulated.bubble, (p - 1) / (m + p - 1), abs_tol=1e-12)
@@ -48,7 +48,7 @@ def test_the_bubble_is_gpipes_however_long_backward_takes(make, p, m, backward):
 
 @each_size
 @pytest.mark.parametrize("v", [1, 2, 3, 4])
-def test_interleaving_divides_the_bubble_by_the_chunks(p, m, v):
+def test_interleaving_divides_the_bubble_by_the_number_of_chunks(p, m, v):
     if m % p:
         with pytest.raises(ValueError, match=f"in rounds of {p}"):
             schedules.interleaved(p, m, v)
@@ -71,7 +71,7 @@ def test_zero_bubble_has_a_third_of_the_idle_time(p, m):
 
 
 @each_size
-def test_gpipe_and_1f1b_keep_their_known_numbers_of_activations(p, m):
+def test_gpipe_and_1f1b_keep_the_known_numbers_of_activations(p, m):
     assert peaks_in_flight(schedules.all_forward_all_backward(p, m)) == [m] * p
     expected = [min(p - device, m) for device in range(p)]
     assert peaks_in_flight(schedules.one_forward_one_backward(p, m)) == expected
@@ -106,8 +106,8 @@ def test_a_transfer_delays_only_the_neighbor():
     assert simulate(schedules.one_forward_one_backward(1, m), Times(transfer=10)).makespan == 3
 
 
-def test_stages_with_whole_and_halved_backwards_can_be_combined():
-    # The last device halves its backward, but the first doesn't: it needs only the first half.
+def test_full_and_split_backwards_can_be_combined():
+    # The last device splits its backward; the first doesn't, and needs only the first half.
     mixed = from_text(["F0 F1 B0 B1", "F0 I0 F1 I1 W0 W1"])
     assert simulate(mixed).makespan == 7
     assert set(needs(Action("B", 0, 0), mixed)) == {Action("F", 0, 0), Action("I", 0, 1)}
@@ -131,13 +131,13 @@ def test_stages_with_whole_and_halved_backwards_can_be_combined():
         ),
     ],
 )
-def test_a_deadlock_is_found_and_named(rows, said):
+def test_a_deadlock_is_detected_and_named(rows, said):
     with pytest.raises(DeadlockError) as caught:
         simulate(from_text(rows))
     assert said in str(caught.value)
 
 
-def test_a_deadlock_names_the_cycle_but_not_who_waits_for_it():
+def test_the_error_for_a_deadlock_names_only_devices_in_the_cycle():
     # Device 0 only waits for the cycle of devices 1 and 2.
     rows = ["F0 F1 B0 B1", "F0 B0 F1 B1", "F0 F1 B0 B1"]
     with pytest.raises(DeadlockError) as caught:
@@ -162,20 +162,20 @@ def test_a_deadlock_names_the_cycle_but_not_who_waits_for_it():
         ),
     ],
 )
-def test_a_schedule_refuses_missing_or_repeated_actions(rows, said):
+def test_a_schedule_rejects_missing_or_repeated_actions(rows, said):
     with pytest.raises(ValueError, match=said):
         from_text(rows)
 
 
 @pytest.mark.parametrize("action", [Action("Q", 0, 0), Action("F", -1, 0), Action("F", 0, 1)])
-def test_a_schedule_refuses_an_impossible_action(action):
+def test_a_schedule_rejects_an_impossible_action(action):
     with pytest.raises(ValueError, match=r"device 0: .* isn't an action"):
         Schedule("odd", ((action, Action("B", 0, 0)),))
 
 
 @each_kind
 @pytest.mark.parametrize("counts", [(0, 4), (4, 0), (2.0, 4), (True, 4)])
-def test_a_schedule_without_devices_or_micro_batches_is_refused(make, counts):
+def test_a_schedule_without_devices_or_micro_batches_is_rejected(make, counts):
     with pytest.raises(ValueError, match=r"must be (at least 1|a whole number)"):
         make(*counts)
 
@@ -190,7 +190,7 @@ def test_a_schedule_can_be_read_back_from_its_text(make):
 
 @pytest.fixture
 def numbers(monkeypatch):
-    """The numbers on each panel that would have been shown: their outlines and positions."""
+    """The outlines and positions of the numbers on each panel that would have been shown."""
     found = []
 
     def keep(_):
@@ -217,7 +217,7 @@ def test_boxes_without_room_have_no_number(numbers):
     assert numbers == [[]]
 
 
-def test_several_schedules_share_one_scale(monkeypatch):
+def test_multiple_schedules_share_one_scale(monkeypatch):
     limits = []
 
     def keep(_):

@@ -1,4 +1,4 @@
-"""Estimated servers: bytes match a real cache, seconds match datasheets and a published row."""
+"""Server estimates: bytes match a real cache, and times match datasheets and a published result."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from vgpu.plan.transformer import LLAMA, Transformer, TransformerSizes
 SMALL = TransformerSizes(4, 256, 8, 4, 512, 1024, sequence=128)
 
 
-def test_weights_of_one_gpu_are_the_bytes_of_the_transformer():
+def test_weight_bytes_on_one_gpu_match_the_transformer():
     with torch.device("meta"):
         model = Transformer(SMALL).bfloat16()
     parameters = sum(parameter.nbytes for parameter in model.parameters())
@@ -21,7 +21,7 @@ def test_weights_of_one_gpu_are_the_bytes_of_the_transformer():
     assert Server(SMALL).weight_bytes == parameters - final_norm
 
 
-def test_ranks_divide_weights_and_cache_until_key_value_heads_are_copied():
+def test_ranks_divide_weights_and_cache_until_key_value_heads_are_replicated():
     whole = Server(SMALL)
     norms = 4 * 2 * SMALL.width * 2
     four, eight = Server(SMALL, tp=4), Server(SMALL, tp=8)
@@ -41,7 +41,7 @@ def test_llama_70b_needs_two_h100s_and_405b_two_hosts_or_float8():
     assert Server(LLAMA["70B"]).most_sequences(1) == 0
 
 
-def test_a_step_of_decoding_reads_weights_and_caches():
+def test_a_decoding_step_reads_weights_and_caches():
     server = Server(LLAMA["8B"])
     bytes_per_s = 0.8 * server.cost.spec.memory_bandwidth_bytes_per_s
     embedding = 2 * LLAMA["8B"].vocabulary * LLAMA["8B"].width  # looked up, not read
@@ -59,7 +59,7 @@ def test_prefill_computes_at_the_assumed_share_of_the_peak():
     assert least_s < server.prefill_s(8192) < 1.4 * least_s
 
 
-def test_a_forward_pass_adds_up_the_work_of_its_sequences():
+def test_a_forward_pass_sums_the_work_of_its_sequences():
     server = Server(LLAMA["8B"])
     assert server.forward_s([(1, 99)] * 4) == server.decode_s(4, 99)
     assert server.forward_s([(300, 0)]) == server.prefill_s(300)
@@ -86,7 +86,7 @@ def test_stages_serve_groups_in_turn_and_make_no_token_faster():
     assert two.tokens_per_s(64, 100, 100) > 1.7 * one.tokens_per_s(32, 100, 100)
 
 
-def test_a_published_row_is_predicted_within_a_tenth():
+def test_a_published_throughput_is_predicted_within_10_percent():
     # TensorRT-LLM 1.0, Llama 3.3 70B FP8, two H100s, 1000 tokens in and out: 4,205 tokens/s.
     server = Server(LLAMA["70B"], tp=2, weight_bits=8, cache_bits=8)
     assert server.tokens_per_s(server.most_sequences(2000), 1000, 1000) == pytest.approx(
@@ -107,7 +107,7 @@ def test_a_published_row_is_predicted_within_a_tenth():
         ),
     ],
 )
-def test_a_server_refuses_impossible_settings(options, message):
+def test_a_server_rejects_impossible_settings(options, message):
     with pytest.raises(ValueError, match=message):
         Server(LLAMA["8B"], **options)
 
@@ -140,7 +140,7 @@ def test_the_command_prints_a_servers_report(capsys):
         ("--serve --tp 5", "tp=5 ranks can't share a layer evenly"),
     ],
 )
-def test_the_command_refuses_incompatible_options(capsys, line, message):
+def test_the_command_rejects_incompatible_options(capsys, line, message):
     with pytest.raises(SystemExit):
         main(line.split())
     assert message in capsys.readouterr().err

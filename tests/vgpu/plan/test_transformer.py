@@ -20,7 +20,7 @@ def test_a_transformer_returns_logits_for_each_position(model):
     assert model(torch.randint(50, (3, 5))).shape == (3, 5, 50)
 
 
-def test_no_position_sees_a_later_one(model):
+def test_no_position_attends_to_a_later_one(model):
     tokens = torch.randint(50, (1, 16))
     changed = tokens.clone()
     changed[0, 9] = (changed[0, 9] + 1) % 50
@@ -29,8 +29,8 @@ def test_no_position_sees_a_later_one(model):
     assert not torch.allclose(before[:, 9:], after[:, 9:])
 
 
-def test_attention_has_the_values_computed_by_hand(model):
-    """Attention with each group's keys and values repeated, and the mask written out."""
+def test_attention_matches_an_explicit_calculation(model):
+    """The calculation repeats each group's keys and values, and writes out the mask."""
     attention = model.blocks[0].attention
     x = torch.randn(2, 16, 32)
     found = attention(x, model.cos, model.sin)
@@ -51,14 +51,14 @@ def test_attention_has_the_values_computed_by_hand(model):
 
 
 def test_only_the_distance_between_positions_matters(model):
-    """A query and a key that are both shifted by three positions have the same product."""
+    """A query and a key three positions apart have the same dot product wherever they are."""
     query, key = torch.randn(8), torch.randn(8)
     turned = [rotated(v.expand(1, 1, 16, 8), model.cos, model.sin)[0, 0] for v in (query, key)]
     products = turned[0] @ turned[1].T
     torch.testing.assert_close(products[4, 1], products[10, 7])
 
 
-def test_rotated_vectors_of_doubles_keep_their_length():
+def test_rotated_float64_vectors_keep_their_length():
     heads = torch.randn(2, 4, 16, 8, dtype=torch.double)
     angles = torch.rand(16, 4, dtype=torch.double)
     turned = rotated(heads, angles.cos(), angles.sin())
@@ -71,13 +71,13 @@ def test_rotated_vectors_of_doubles_keep_their_length():
     [("8B", 8_030_261_248), ("70B", 70_553_706_496), ("405B", 405_853_388_800)],
 )
 @pytest.mark.virtual_gpus(1)
-def test_llama_has_as_many_parameters_as_published(name, parameters):
+def test_llama_parameter_counts_match_published_ones(name, parameters):
     with vgpu.shapes_only():
         model = Transformer(LLAMA[name])
         assert sum(p.numel() for p in model.parameters()) == parameters == LLAMA[name].parameters
 
 
-def test_a_model_from_the_meta_device_has_the_values_of_its_seed():
+def test_a_model_created_on_the_meta_device_has_its_seeds_values():
     models = []
     for seed in (0, 0, 1):
         with torch.device("meta"):

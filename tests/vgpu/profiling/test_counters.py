@@ -1,4 +1,4 @@
-"""Logs of operators, and what a rank sends in collectives: of plain tensors, of DTensors, in backward."""
+"""Operator logs, and bytes sent in collectives: of plain tensors, of DTensors, and in backward."""
 
 import threading
 
@@ -83,7 +83,7 @@ def sent_by_plain(rank, world_size):
     return sent.calls, sent.sent_bytes
 
 
-def test_collectives_of_plain_tensors_count_the_bytes_of_the_whole_tensor():
+def test_collectives_of_plain_tensors_count_the_full_tensors_bytes():
     (calls, size_bytes), given = launch.run(plain, 4, gpu="V100")[0]
     assert calls == [
         ("all_reduce", 32),
@@ -136,7 +136,7 @@ def with_dtensors(rank, world_size):
     return sent.calls, sent.names, [name for name, _ in noted]
 
 
-def test_collectives_of_dtensors_and_of_backward_passes_are_counted():
+def test_collectives_of_dtensors_and_in_backward_are_counted():
     calls, names, noted = launch.run(with_dtensors, 4, gpu="V100")[0]
     assert calls == [
         ("all_gather", 4 * 256),
@@ -149,7 +149,7 @@ def test_collectives_of_dtensors_and_of_backward_passes_are_counted():
 
 
 def in_callbacks(rank, world_size):
-    """Count an all-reduce, and those that futures' callbacks call, some of them on another thread."""
+    """Count an all-reduce and those called in futures' callbacks, some of them on another thread."""
 
     def all_reduce(count):
         return dist.all_reduce(torch.zeros(count, device=own_gpu()), async_op=True)
@@ -174,7 +174,7 @@ def in_callbacks(rank, world_size):
 
 
 def test_collectives_in_a_futures_callback_are_counted():
-    """PowerSGD's hook calls its all-reduces there; another thread than the caller's runs them."""
+    """PowerSGD's hook calls its all-reduces there, on a thread other than the caller's."""
     for calls, size_bytes, elsewhere in launch.run(in_callbacks, 2, gpu="V100"):
         assert calls == [("all_reduce", 32)] + 3 * [("all_reduce", 16)]
         assert size_bytes == 32 + 3 * 16
@@ -182,7 +182,7 @@ def test_collectives_in_a_futures_callback_are_counted():
 
 
 def refused(rank, world_size):
-    """The errors for a counted gather, and for an all-reduce of a CPU tensor."""
+    """Return the errors for a counted gather and for an all-reduce of a CPU tensor."""
     x = torch.zeros(2, device=own_gpu())
     parts = [torch.empty_like(x) for _ in range(world_size)] if rank == 0 else None
     with CollectiveCounter(), pytest.raises(NotImplementedError) as uncounted:
@@ -197,7 +197,7 @@ def refused(rank, world_size):
     return str(uncounted.value), str(misplaced.value)
 
 
-def test_counters_refuse_a_gather_and_a_cpu_tensor_on_a_rank_with_a_gpu():
+def test_counters_reject_a_gather_and_a_cpu_tensor_on_a_rank_with_a_gpu():
     uncounted, misplaced = launch.run(refused, 2, gpu="V100")[0]
     assert uncounted.startswith("the bytes that a rank sends are counted only for all_reduce")
     assert "not for gather" in uncounted

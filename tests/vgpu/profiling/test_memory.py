@@ -18,7 +18,7 @@ def gpus():
     vgpu.disable()
 
 
-def test_causes_add_up_to_what_is_allocated(gpus):
+def test_causes_add_up_to_allocated_bytes(gpus):
     known = torch.ones(1024, device=gpus[0])
     unknown = torch.ones(256, device=gpus[0])
     named = {"known": [known, known[:], known.view(2, -1)], "named again": [known]}
@@ -38,7 +38,7 @@ def test_a_snapshot_has_the_peak_since_the_one_before(gpus):
     assert second.peak_bytes == {gpus[0]: 0, gpus[1]: 0}
 
 
-def test_peaks_are_those_of_the_step_alone(gpus):
+def test_peaks_cover_only_the_step(gpus):
     kept = torch.ones(10_000, device=gpus[0])
 
     def step():
@@ -71,7 +71,7 @@ def record_of(model, x, optimizer=None):
     return record
 
 
-def test_a_record_adds_up_to_the_counter_and_its_peak(step):
+def test_a_record_matches_the_counter_and_its_peak(step):
     gpu, model, x = step
     elsewhere = torch.ones(5000, device=gpu)
     module = torch.get_device_module(gpu)
@@ -82,7 +82,7 @@ def test_a_record_adds_up_to_the_counter_and_its_peak(step):
     assert elsewhere.numel() == 5000
 
 
-def test_causes_of_a_record_are_those_of_a_hand_calculation(step):
+def test_causes_of_a_record_match_a_hand_calculation(step):
     _, model, x = step
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     without_state = record_of(model, x, optimizer).moments[0].by_cause["optimizer state"]
@@ -101,11 +101,11 @@ def test_causes_of_a_record_are_those_of_a_hand_calculation(step):
     assert {moment.phase for moment in record.moments} == {"forward", "backward", "update"}
 
 
-def test_recomputed_activations_belong_to_the_checkpoints_modules(step):
+def test_recomputed_activations_belong_to_the_checkpointed_modules(step):
     _, model, x = step
     with memory.StepRecord(model, inputs=[x]) as record:
         loss = checkpoint(model, x, use_reentrant=False).sum()
-        loss = loss * 1  # an operation after which the model's output is gone
+        loss = loss * 1  # after this, the model's output is gone
         record.phase("backward")
         loss.backward()
     forward = [moment for moment in record.moments if moment.phase == "forward"]
@@ -151,7 +151,7 @@ def test_garbage_from_before_a_step_does_not_lower_its_peak(gpus):
     cycles = 2 * gc.get_threshold()[0]
 
     def step():
-        kept = [[] for _ in range(cycles)]  # enough for an automatic collection
+        kept = [[] for _ in range(cycles)]  # enough to trigger automatic garbage collection
         torch.ones(1024, device=gpus[0])
         assert kept
 

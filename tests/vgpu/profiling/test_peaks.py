@@ -1,4 +1,4 @@
-"""A step's peak by cause: the sum matches the counter, the parts match a calculation by hand."""
+"""A step's peak by cause: the sum matches the counter, and the parts match a hand calculation."""
 
 import gc
 
@@ -20,7 +20,7 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def no_garbage():
-    gc.collect()  # garbage of another test on the same virtual GPU
+    gc.collect()  # garbage from another test on the same virtual GPU
 
 
 def mlp(width=512, layers=3):
@@ -35,7 +35,7 @@ def step_of(model, optimizer, x):
 
 
 def peak_of(model, step, optimizer=None):
-    """A step's peak by cause, and the counter's value."""
+    """Return a step's peak by cause and the counter's value."""
     torch.vgpu.reset_peak_memory_stats()
     with peaks.PeakByCause(model, optimizer) as peak:
         step()
@@ -46,7 +46,7 @@ def peak_of(model, step, optimizer=None):
 @pytest.mark.parametrize(
     ("batch", "in_update"), [(32, True), (4096, False)], ids=["small batch", "large batch"]
 )
-def test_causes_are_those_of_a_hand_calculation(shapes, batch, in_update):
+def test_causes_match_a_hand_calculation(shapes, batch, in_update):
     with vgpu.enable(1), vgpu.shapes_only() if shapes else torch.enable_grad():
         model = mlp().to("vgpu:0")
         optimizer = torch.optim.Adam(model.parameters(), foreach=False)
@@ -57,16 +57,15 @@ def test_causes_are_those_of_a_hand_calculation(shapes, batch, in_update):
         weights, output = 3 * 512 * 512 * 4, batch * 512 * 4
         found = peak.by_cause
         assert found["parameters"] == weights
-        assert found["optimizer state"] - 2 * weights in (0, 3 * 512)  # and the step counts
+        assert found["optimizer state"] - 2 * weights in (0, 3 * 512)  # plus the step counts
         assert (found["gathered parameters"], found["other"]) == (0, x.nbytes)
         if in_update:
             assert found["gradients"] == weights
-            assert found["temporary"] == weights  # Adam's two, and one from the previous parameter
+            assert found["temporary"] == weights  # Adam's two, and the previous parameter's
         else:
-            # Backward of the last Linear: the outputs of two ReLUs, and two gradients of
-            # activations.
+            # Backward of the last Linear: the outputs of two ReLUs, and two activation gradients.
             assert found["gradients"] == weights // 3
-            assert found["activations"] == 2 * output + 2 * 512  # and the loss, and its gradient
+            assert found["activations"] == 2 * output + 2 * 512  # plus the loss and its gradient
             assert found["temporary"] == 2 * output
 
 
@@ -85,8 +84,8 @@ def test_recomputed_tensors_count_as_activations():
             step()
         assert peak.total_bytes == counted == record.peak.total_bytes
         found, by_operation = peak.by_cause, record.peak.by_cause
-        # There, the loss and its gradient are temporary, and so is a parameter's gradient until
-        # it's assigned.
+        # In the record, the loss and its gradient count as temporary, and so does a parameter's
+        # gradient until it's assigned.
         loss = 2 * 512
         assert found["activations"] == by_operation["activations"] + loss
         flowing = ("gradients", "temporary")
@@ -96,7 +95,7 @@ def test_recomputed_tensors_count_as_activations():
 
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("mixed", [True, False])
-def test_a_rank_with_fsdp2_gathers_parameters_and_keeps_its_shards(reshard, mixed):
+def test_an_fsdp2_rank_gathers_parameters_and_keeps_its_shards(reshard, mixed):
     ranks, weight = 4, 1024 * 1024 * 4
     policy = (
         MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
@@ -122,7 +121,7 @@ def test_a_rank_with_fsdp2_gathers_parameters_and_keeps_its_shards(reshard, mixe
         assert found["gathered parameters"] >= 5 * whole
     if found["gathered parameters"] == 8 * whole:
         # The peak is at the end of forward, since FSDP2 before torch 2.15 keeps the last layer's
-        # gather in a local variable until the next one's is unpacked.
+        # gathered parameters in a local variable until the next layer's are unpacked.
         assert not reshard and found["gradients"] == 0
     else:
         assert found["gradients"] >= weight // ranks
@@ -208,6 +207,6 @@ def test_measuring_peaks_leaves_no_hook_and_no_tensor():
         assert torch.vgpu.memory_allocated() == 0 < peak.total_bytes
 
 
-def test_a_model_on_the_cpu_is_refused():
+def test_a_model_on_the_cpu_is_rejected():
     with pytest.raises(ValueError, match=r'the model is on cpu: move it .* model\.to\("vgpu:0"\)'):
         peaks.PeakByCause(mlp())

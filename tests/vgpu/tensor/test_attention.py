@@ -1,4 +1,4 @@
-"""Fused attention: the CPU's values and gradients, without a matrix of scores."""
+"""Fused attention: the CPU's values and gradients, without a score matrix."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ HEADS, LENGTH, WIDTH = 4, 64, 16
 
 
 def attended(device, dtype, mask=None, **options):
-    """The output, the gradients, and the bytes that forward keeps on vgpu:1."""
+    """Return the output, the gradients, and the bytes that forward keeps on vgpu:1."""
     torch.manual_seed(0)
     parts = [torch.randn(2, HEADS, LENGTH, WIDTH, dtype=dtype) for _ in range(3)]
     if options.get("enable_gqa"):
@@ -54,16 +54,16 @@ def test_values_and_gradients_match_the_cpus_and_no_scores_are_kept(dtype, mask,
     expected, _ = attended("cpu", dtype, made, **options)
     found, kept = attended("vgpu:1", dtype, made, **options)
     for mine, other in zip(found, expected, strict=True):
-        if options.get("enable_gqa"):  # if several heads' gradients are added, the order differs
+        if options.get("enable_gqa"):  # multiple heads' gradients are added in a different order
             tolerance = 1e-5 if dtype is torch.float32 else 1e-2
             torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
         else:
             assert torch.equal(mine, other)
     scores = 2 * HEADS * LENGTH * LENGTH * torch.empty((), dtype=dtype).element_size()
-    assert kept < scores, "the matrix of scores is larger than all that is kept"
+    assert kept < scores, "the score matrix is larger than everything kept"
 
 
-def test_dropout_is_computed_unfused_and_the_operator_refuses_it():
+def test_dropout_is_computed_unfused_and_the_operator_rejects_it():
     parts = [torch.randn(2, 4, 8, 16, device="vgpu:0") for _ in range(3)]
     torch.manual_seed(3)
     one = F.scaled_dot_product_attention(*parts, dropout_p=0.5)
@@ -91,7 +91,7 @@ EFFICIENT, CUDNN = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
         ("K80", torch.float32, False, {MATH}),
     ],
 )
-def test_attention_refuses_inputs_that_no_enabled_kernel_supports(gpu, dtype, mask, able):
+def test_attention_rejects_inputs_that_no_enabled_kernel_supports(gpu, dtype, mask, able):
     with vgpu.enable(2, gpu=gpu):
         for backend in (MATH, FLASH, EFFICIENT, CUDNN):
             with sdpa_kernel(backend):
@@ -129,7 +129,7 @@ def test_attention_keeps_the_requested_order_of_kernels():
     assert second < SCORES_BYTES * 4 <= first
 
 
-def test_autocast_lowers_the_type_of_all_but_float64():
+def test_autocast_lowers_every_dtype_but_float64():
     torch.manual_seed(0)
     parts = [torch.randn(2, 4, 8, 16) for _ in range(3)]
     mask = torch.randn(8, 8)
@@ -151,7 +151,7 @@ def test_autocast_lowers_the_type_of_all_but_float64():
         assert F.scaled_dot_product_attention(*wide).dtype is torch.float64
 
 
-def test_operands_on_two_devices_are_refused():
+def test_operands_on_two_devices_are_rejected():
     parts = [torch.randn(2, 4, 8, 16, device=f"vgpu:{i % 2}") for i in range(3)]
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         F.scaled_dot_product_attention(*parts)
@@ -159,7 +159,7 @@ def test_operands_on_two_devices_are_refused():
 
 @pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
 def test_causal_biases_override_scaled_dot_product_attention(bias):
-    """The result is that of a mask, however and whenever the function was imported."""
+    """The result matches an explicit mask, however and whenever the function was imported."""
     vgpu.disable()
     imported_before = F.scaled_dot_product_attention
     torch.manual_seed(0)

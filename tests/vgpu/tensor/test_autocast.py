@@ -18,7 +18,7 @@ HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
 
 
 def listed_in_the_header(macro):
-    """The operators of ``AT_FORALL_<macro>``, each as "name" or "name.overload"."""
+    """Return the operators in ``AT_FORALL_<macro>``, each as "name" or "name.overload"."""
     (text,) = re.findall(rf"#define AT_FORALL_{macro}\(_\)((?:.*\\\n)*.*)", HEADER.read_text())
     found = re.findall(r"_\((\w+)(?:, (\w+))?\)", text)
     return {name + (overload and f".{overload}") for name, overload in found}
@@ -33,7 +33,7 @@ def listed_in_the_header(macro):
         ("PROMOTE", lists.PROMOTE),
     ],
 )
-def test_the_lists_are_those_of_the_installed_torch(macro, mine):
+def test_the_lists_match_the_installed_torch(macro, mine):
     assert len(mine) == len(set(mine))
     assert set(mine) == listed_in_the_header(macro)
 
@@ -58,7 +58,7 @@ def images():
     ],
 )
 @pytest.mark.filterwarnings("ignore:at..frobenius_norm is deprecated")
-def test_operators_of_the_float32_list_run_in_float32(call):
+def test_operators_on_the_float32_list_run_in_float32(call):
     x = images()
     with torch.autocast("vgpu", torch.bfloat16):
         found = call(x)
@@ -92,7 +92,8 @@ def peak_and_kept(call):
 def test_reductions_read_half_precision_and_sum_in_float32(dtype, call, peak_mib, kept_mib):
     """make_reduction in ATen/native/ReduceOpsUtils.h casts half precision on the CPU only;
     impl_func_cum_ops in ReduceOps.cpp casts everywhere."""
-    # Shuffled, so that however many threads share a product, none has 0 and another one infinity.
+    # Shuffled, so that no thread's partial product is 0 or infinity, whatever the number of
+    # threads.
     order = torch.randperm(2**20, generator=torch.Generator().manual_seed(0))
     x = torch.linspace(0.98, 1.02, 2**20)[order].view(1024, 1024).to("vgpu:0", dtype)
     x.requires_grad_()
@@ -108,7 +109,7 @@ def test_reductions_read_half_precision_and_sum_in_float32(dtype, call, peak_mib
     torch.testing.assert_close(x.grad, wide.grad.to(dtype))
 
 
-def test_a_requested_dtype_is_kept_and_so_is_float64():
+def test_requested_dtypes_and_float64_are_kept():
     x = images()
     with torch.autocast("vgpu", torch.bfloat16):
         assert x.sum(dtype=torch.bfloat16).dtype is torch.bfloat16
@@ -141,7 +142,7 @@ def test_recurrent_networks_run_in_float16_as_cudnns_do(kind, dtype):
         assert nn.RNN(5, 6).to("vgpu")(x)[0].dtype is dtype
 
 
-# The cache
+# The cast cache
 
 
 def test_a_cast_weight_is_kept_until_the_outermost_block_ends():
@@ -161,7 +162,7 @@ def test_a_cast_weight_is_kept_until_the_outermost_block_ends():
         assert torch.vgpu.memory_allocated() == start
 
 
-def test_a_weight_that_is_used_eight_times_is_cast_once():
+def test_a_weight_used_eight_times_is_cast_once():
     layer = nn.Linear(1024, 1024, bias=False).to("vgpu:0")
     x = torch.randn(4, 1024, device="vgpu:0")
 
@@ -193,9 +194,7 @@ class Casts(TorchDispatchMode):
 
 
 def casts_and_histories(device, make_weight, modes, **options):
-    """For each use of one weight, in different modes: how often it's cast, and whether the result
-    has a history.
-    """
+    """Return (casts, whether the result has a history) for each use of one weight in these modes."""
     weight = make_weight(torch.ones(4, 2, device=device))
     x = torch.ones(2, weight.shape[0], dtype=torch.bfloat16, device=device)
     found = []
@@ -222,6 +221,6 @@ GRAD, NO_GRAD, INFERENCE = torch.enable_grad, torch.no_grad, torch.inference_mod
     ],
     ids=lambda modes: " ".join(mode.__name__ for mode in modes),
 )
-def test_the_cache_is_used_as_torchs_own_is_on_the_cpu(modes):
+def test_the_cache_behaves_like_torchs_own_on_the_cpu(modes):
     expected = casts_and_histories("cpu", nn.Parameter, modes)
     assert casts_and_histories("vgpu", nn.Parameter, modes) == expected

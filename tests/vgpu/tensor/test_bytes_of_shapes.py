@@ -1,4 +1,4 @@
-"""A module's step counts the same bytes with values as in ``shapes_only()``, both kept and at the peak.
+"""A module's step counts the same kept and peak bytes with values as in ``shapes_only()``.
 
 The two have different sources: what torch's CPU kernels allocate, as corrected by handlers
 (tensor/cuda_kernels.py), and what torch's meta kernels return.
@@ -17,7 +17,7 @@ ROWS, CHANNELS, WORDS = (64, 128), (4, 32, 8, 8), (8, 32, 64)
 
 
 class Calls(nn.Module):
-    """A module or function, called on an input ``times`` times; its first result counts."""
+    """Pass an input ``times`` times to a module or function, and return its first result."""
 
     def __init__(self, called, times=1, **options):
         super().__init__()

@@ -35,7 +35,7 @@ CONTEXTS = {
 
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("name", MAKERS)
-def test_constructors_return_the_same_values_as_on_the_cpu(name, context):
+def test_constructors_have_the_same_results_as_on_the_cpu(name, context):
     scalars = torch.tensor(1.5), torch.tensor(2)
     expected = MAKERS[name](*scalars)
     with CONTEXTS[context]():
@@ -76,7 +76,7 @@ def test_a_tensor_on_the_cpu_is_not_filled_under_a_default_device():
         torch.zeros(4, out=torch.empty(4, device="cpu"))
 
 
-def test_tensor_copies_a_tensor_from_another_gpu_to_the_device():
+def test_torch_tensor_copies_a_tensor_from_another_gpu():
     a = torch.tensor(1.5, device="vgpu:0")
     made = torch.tensor([a, 2.0], device="vgpu:1")
     assert made.tolist() == [1.5, 2.0]

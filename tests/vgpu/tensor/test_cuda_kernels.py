@@ -34,7 +34,7 @@ CALLS = {
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", CALLS)
-def test_values_and_gradients_are_those_in_float32_rounded_once(name, dtype):
+def test_values_and_gradients_match_float32_rounded_once(name, dtype):
     shape, call = CALLS[name]
     torch.manual_seed(0)
     x = torch.randn(shape).to(dtype)
@@ -61,7 +61,7 @@ def in_float32(name, x):
 
 @contextlib.contextmanager
 def bytes_of():
-    """MiB allocated at the block's peak, and at its end, beyond those at its start."""
+    """Yield a list that gets the MiB allocated at the block's peak and end, relative to its start."""
     torch.vgpu.reset_peak_memory_stats()
     before, found = torch.vgpu.memory_allocated(), []
     yield found
@@ -73,7 +73,7 @@ def bytes_of():
 @pytest.mark.parametrize("shapes", [False, True], ids=["values", "shapes"])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("by", ["dtype", "autocast"])
-def test_softmax_of_float16_needs_no_copy_and_of_bfloat16_does(name, shapes, mode, by):
+def test_float16_softmax_needs_no_copy_and_bfloat16_softmax_does(name, shapes, mode, by):
     """SoftMax.cpp: half_to_float is for Half; bfloat16 is converted first."""
     with vgpu.shapes_only() if shapes else contextlib.nullcontext(), mode():
         for dtype, peak in ((torch.float16, 4), (torch.bfloat16, 8)):
@@ -86,7 +86,7 @@ def test_softmax_of_float16_needs_no_copy_and_of_bfloat16_does(name, shapes, mod
 
 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
-def test_softmax_has_the_values_and_gradients_of_float32(name):
+def test_softmax_matches_float32_values_and_gradients(name):
     x = torch.randn(64, 32, device="vgpu:0").half().requires_grad_()
     wide = x.detach().float().requires_grad_()
     for inputs in (x, wide):
@@ -97,7 +97,7 @@ def test_softmax_has_the_values_and_gradients_of_float32(name):
     assert torch.equal(x.grad, wide.grad.half())
 
 
-def test_softmax_of_float16_with_a_float32_result_is_one_kernel():
+def test_float16_softmax_with_a_float32_result_is_one_kernel():
     x = torch.randn(64, 64, device="vgpu:0").half()
     with vgpu.record() as timeline:
         in_float32("softmax", x)

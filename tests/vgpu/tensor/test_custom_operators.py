@@ -1,4 +1,4 @@
-"""A program's own operators: their Python kernels run on virtual tensors, as on a GPU."""
+"""Custom operators: their Python kernels run on virtual tensors, as on a GPU."""
 
 import pytest
 import torch
@@ -76,7 +76,7 @@ def test_the_parts_of_a_custom_operator_take_time():
     assert not any("everywhere" in name for name in names)
 
 
-def test_custom_operators_keep_autograd_vmap_autocast_and_shapes():
+def test_custom_operators_work_with_autograd_vmap_autocast_and_shapes():
     x = torch.ones(2, 2, device=GPU, requires_grad=True)
     everywhere(x).sum().backward()
     assert torch.equal(x.grad.cpu(), torch.full((2, 2), 4.0))
@@ -87,7 +87,7 @@ def test_custom_operators_keep_autograd_vmap_autocast_and_shapes():
         assert everywhere(torch.zeros(2, 2, device=GPU)).shape == (2, 2)
 
 
-def test_the_kernel_for_the_gpu_is_called():
+def test_the_gpu_kernel_is_called():
     library = torch.library.Library("customs_two", "DEF")
     library.define("f(Tensor x) -> Tensor")
     library.impl("f", lambda x: x + 1, "CPU")
@@ -98,14 +98,14 @@ def test_the_kernel_for_the_gpu_is_called():
     assert torch.ops.customs_two.f(torch.zeros(2)).tolist() == [1, 1]
 
 
-def test_an_operator_with_only_a_cpu_kernel_is_refused():
+def test_an_operator_with_only_a_cpu_kernel_is_rejected():
     with pytest.raises(NotImplementedError, match=r"'customs::host_only'.*'VGPU' backend"):
         host_only(torch.zeros(2, device=GPU))
     assert host_only(torch.zeros(1)).item() == 1
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
-def test_a_custom_operator_counts_its_changes_and_refuses_aliases(device):
+def test_a_custom_operator_counts_its_mutations_and_rejects_aliases(device):
     y = torch.zeros(2, device=device)
     before = y._version
     adds(torch.ones(2, device=device), y)

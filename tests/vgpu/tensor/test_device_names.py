@@ -9,7 +9,7 @@ GPU = "vgpu:1"
 
 
 def in_grad(function):
-    """The result of ``function`` for a tensor on GPU 1, called inside ``torch.func.grad``."""
+    """Return the result of ``function`` for a tensor on GPU 1, called inside ``torch.func.grad``."""
     found = []
     torch.func.grad(lambda x: (found.append(function(x)), x.sum())[1])(torch.ones(2, device=GPU))
     return found[0]
@@ -43,7 +43,7 @@ def test_a_virtual_device_shows_its_name(inside):
         lambda x: x + torch.tensor([1.0, 2.0]).to(x.device),
     ],
 )
-def test_new_tensors_go_to_the_virtual_device(add):
+def test_new_tensors_are_created_on_the_virtual_device(add):
     x = torch.ones(3, 2, device=GPU)
     found = torch.func.vmap(add)(x)
     assert found.device == torch.device(GPU) and torch.equal(

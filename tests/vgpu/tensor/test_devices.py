@@ -120,7 +120,7 @@ def test_a_device_without_an_index_is_the_current_one(name):
     assert str(make().device) == "vgpu:0"
 
 
-def test_reenabled_gpus_have_nothing_selected():
+def test_reenabled_gpus_have_no_device_selected():
     vgpu.disable()
     with vgpu.enable(3):
         torch.vgpu.set_stream(torch.vgpu.Stream(1))
@@ -138,7 +138,7 @@ def test_reenabled_gpus_have_nothing_selected():
 
 
 class Named(TorchDispatchMode):
-    """Records the devices that operators are asked for."""
+    """Records the device arguments of operators."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ class Named(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_dispatch_modes_get_the_device_names_that_the_user_passed():
+def test_dispatch_modes_see_virtual_device_names():
     with vgpu.enable(3), Named() as mode:
         torch.vgpu.set_device(2)
         torch.ones(1, device="cpu").to("vgpu").to("vgpu:1").cpu()
@@ -175,7 +175,7 @@ def test_as_tensor_respects_the_default_device():
     assert str(torch.as_tensor(torch.ones(1, device="vgpu:2")).device) == "vgpu:2"
 
 
-def test_printing_looks_like_cudas():
+def test_printed_tensors_look_like_cudas():
     x = torch.arange(3.0, device="vgpu:1", requires_grad=True)
     assert repr(x) == "tensor([0., 1., 2.], device='vgpu:1', requires_grad=True)"
     assert repr(x * 2).startswith("tensor([0., 2., 4.], device='vgpu:1', grad_fn=<MulBackward")
@@ -250,7 +250,7 @@ def test_copies_keep_sharing_and_identity():
     assert torch.equal(pickle.loads(pickle.dumps(base)), base)
 
 
-def test_pinned_memory_says_that_it_is_pinned():
+def test_pinned_memory_reports_that_it_is_pinned():
     x = torch.arange(4.0)
     assert not x.is_pinned()
     assert x.pin_memory().is_pinned()
@@ -263,7 +263,7 @@ def test_pinned_memory_says_that_it_is_pinned():
         x.to("vgpu:0").pin_memory()
 
 
-def test_kernels_that_conjugate_lazily_inside_are_correct():
+def test_kernels_that_conjugate_lazily_are_correct():
     z = torch.randn(4, 4, dtype=torch.complex128)
     for call in (torch.linalg.pinv, torch.pinverse, lambda x: torch.linalg.lstsq(x, x)[0]):
         torch.testing.assert_close(call(z.to("vgpu:1")).cpu(), call(z))
@@ -282,7 +282,7 @@ class OnTheCurrentDevice(torch.autograd.Function):
         return doubled
 
 
-def test_the_device_of_a_node_is_current_during_its_backward():
+def test_a_nodes_device_is_current_during_its_backward():
     x = torch.ones(2, device="vgpu:2", requires_grad=True)
     OnTheCurrentDevice.apply(x * 1).sum().backward()
     assert x.grad.tolist() == [2, 2]

@@ -1,4 +1,4 @@
-"""A GPU's errors, word for word except for the name; the device stays usable after each."""
+"""Errors match a GPU's word for word, except for the device name, and leave the device usable."""
 
 import copy
 import re
@@ -79,7 +79,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_operators_refuse_tensors_on_different_devices(name):
+def test_operators_reject_tensors_on_different_devices(name):
     call, message = ERRORS[name]
     with pytest.raises(RuntimeError) as caught:
         call()
@@ -108,7 +108,7 @@ def test_numpy_needs_a_cpu_tensor(convert):
     assert on(1, 2).numpy(force=True).sum() == 2
 
 
-def test_deepcopy_of_a_result_raises_torchs_error():
+def test_deepcopy_of_a_non_leaf_raises_torchs_error():
     messages = set()
     for device in ("cpu", "vgpu:0"):
         with pytest.raises(RuntimeError, match="pull/103001") as found:
@@ -129,7 +129,7 @@ def test_deepcopy_of_a_result_raises_torchs_error():
         lambda: torch.zeros(1).vgpu(2),
     ],
 )
-def test_a_device_that_does_not_exist_is_refused(use):
+def test_a_nonexistent_device_is_rejected(use):
     assert torch.device("vgpu:2").index == 2
     with pytest.raises(torch.AcceleratorError, match="invalid device ordinal"):
         use()
@@ -173,7 +173,7 @@ REFUSED = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
-def test_features_that_virtual_gpus_lack_are_refused_clearly(name):
+def test_unsupported_features_are_rejected_clearly(name):
     call, message = REFUSED[name]
     with pytest.raises(NotImplementedError, match=message):
         call()
@@ -186,7 +186,7 @@ class Subclass(torch.Tensor):
 
 
 def encoded():
-    """The case for which nn.TransformerEncoder creates a nested tensor: evaluation on padded sequences."""
+    """Encode a padded sequence in evaluation mode, where TransformerEncoder creates nested tensors."""
     layer = nn.TransformerEncoderLayer(4, 2, 4, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 1).to(DEVICE).eval()
     with torch.no_grad():
@@ -209,7 +209,7 @@ INSTEAD = {
 
 @pytest.mark.parametrize("name", INSTEAD)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_a_refusal_says_what_to_do_instead(name):
+def test_the_error_says_what_to_do_instead(name):
     call, words = INSTEAD[name]
     with pytest.raises(NotImplementedError, match=words):
         call()
@@ -218,7 +218,7 @@ def test_a_refusal_says_what_to_do_instead(name):
 @pytest.mark.parametrize(
     ("sparse", "name"), [(False, "torch.vgpu.FloatTensor"), (True, "torch.vgpu.sparse.FloatTensor")]
 )
-def test_the_error_for_a_changed_tensor_names_its_type_as_on_cuda(sparse, name):
+def test_the_error_for_a_modified_tensor_names_its_type_as_on_cuda(sparse, name):
     x = on(1, 2, 2).requires_grad_()
     y = (x * 1).to_sparse() if sparse else x * 1
     z = torch.mm(y, x)
@@ -235,7 +235,7 @@ def test_the_error_for_a_changed_tensor_names_its_type_as_on_cuda(sparse, name):
         lambda: on(1, 2).__dlpack__(),
     ],
 )
-def test_no_message_names_the_cpp_device(call):
+def test_no_error_names_the_cpp_device(call):
     with pytest.raises((TypeError, BufferError)) as caught:
         call()
     assert "vgpu" in str(caught.value)
@@ -253,7 +253,7 @@ def test_a_tensor_larger_than_this_machine_raises_out_of_memory():
             torch.empty(2**45, device="vgpu:1")
 
 
-def test_after_disable_existing_tensors_work_and_new_ones_are_refused():
+def test_existing_tensors_work_after_disable_and_new_ones_are_rejected():
     x = on(1, 2).requires_grad_()
     with vgpu.enable(2) as lab:
         lab.disable()
@@ -283,7 +283,7 @@ def with_dual(use):
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
-def test_forward_mode_is_refused_with_a_clear_message(call):
+def test_forward_mode_is_rejected_with_a_clear_message(call):
     with pytest.raises(NotImplementedError, match=r"forward-mode .* not supported on virtual GPUs"):
         call()
     with torch.autograd.forward_ad.dual_level():

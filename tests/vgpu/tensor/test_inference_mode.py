@@ -1,4 +1,4 @@
-"""``torch.inference_mode()``, in which autograd is skipped and operators arrive as a whole."""
+"""``torch.inference_mode()``, which skips autograd and leaves operators whole."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_tensors_from_outside_and_inside_inference_mode_are_distinguished(name):
         assert torch.equal(found.cpu(), VIEWS[name](torch.arange(6.0).reshape(2, 3)))
 
 
-def test_writing_to_an_inference_tensor_outside_inference_mode_is_refused():
+def test_writing_to_an_inference_tensor_outside_inference_mode_is_rejected():
     with torch.inference_mode():
         y = torch.ones(3, device=DEVICE) * 2
     with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):

@@ -32,7 +32,7 @@ def in_evaluation(x, weight, *running):
 @pytest.mark.parametrize("block", [nullcontext, vgpu.shapes_only], ids=["values", "shapes"])
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
 @pytest.mark.parametrize("norm", [layer_norm, in_training, in_evaluation])
-def test_statistics_are_float32_and_the_output_has_the_inputs_type(norm, dtype, block):
+def test_statistics_are_float32_and_the_output_has_the_inputs_dtype(norm, dtype, block):
     """_refs.native_layer_norm and _decomp's native_batch_norm do so for all devices but the CPU."""
     with block():
         x = torch.randn(4, 6, device="vgpu:0", dtype=dtype)
@@ -45,12 +45,12 @@ def test_statistics_are_float32_and_the_output_has_the_inputs_type(norm, dtype, 
 
 @pytest.mark.parametrize("block", [nullcontext, vgpu.shapes_only], ids=["values", "shapes"])
 @pytest.mark.parametrize("dtype", HALF)
-def test_batch_norm_of_mixed_types_fails_in_backward_as_on_cuda(dtype, block):
-    """``batch_norm_backward_cuda``: weights of the input's dtype, and statistics of another."""
+def test_batch_norm_of_mixed_dtypes_fails_in_backward_as_on_cuda(dtype, block):
+    """``batch_norm_backward_cuda`` with weights in the input's dtype and statistics in another."""
     with block():
         norm = nn.BatchNorm2d(6, device="vgpu:0")
         x = torch.randn(4, 6, 3, 3, device="vgpu:0", dtype=dtype, requires_grad=True)
-        norm(x).sum().backward()  # all of float32
+        norm(x).sum().backward()  # parameters and statistics in float32
         for parameter in norm.parameters():
             parameter.data = parameter.data.to(dtype)
             parameter.grad = None
@@ -58,11 +58,11 @@ def test_batch_norm_of_mixed_types_fails_in_backward_as_on_cuda(dtype, block):
         with pytest.raises(RuntimeError, match=r"Expected running_mean to have type \w+ but got"):
             output.sum().backward()
         norm(x.to(memory_format=torch.channels_last)).sum().backward()  # another kernel
-        norm.to(dtype)(x).sum().backward()  # all of one type
+        norm.to(dtype)(x).sum().backward()  # all in one dtype
 
 
-def test_group_norm_keeps_the_inputs_type():
-    """So does CUDA: param_scalar_type in ATen/native/group_norm.cpp is shared by both."""
+def test_group_norm_keeps_the_inputs_dtype():
+    """As on CUDA: param_scalar_type in ATen/native/group_norm.cpp is shared with the CPU."""
     x = torch.randn(2, 6, 4, device="vgpu:0", dtype=torch.float16)
     _, mean, rstd = aten.native_group_norm(x, None, None, 2, 6, 4, 3, 1e-5)
     assert mean.dtype is rstd.dtype is torch.float16
@@ -79,7 +79,7 @@ def test_group_norm_keeps_the_inputs_type():
     ],
     ids=["layer", "batch", "evaluated", "neither weight nor running statistics"],
 )
-def test_values_and_gradients_are_those_in_float32_rounded_once(module, dtype):
+def test_values_and_gradients_match_float32_rounded_once(module, dtype):
     torch.manual_seed(0)
     x, grad = (torch.randn(32, 64) + 4).to(dtype), torch.randn(32, 64).to(dtype)
 
@@ -97,7 +97,7 @@ def test_values_and_gradients_are_those_in_float32_rounded_once(module, dtype):
 
 
 @pytest.mark.parametrize("block", [nullcontext, vgpu.shapes_only], ids=["values", "shapes"])
-def test_a_layer_norms_weight_of_another_type_is_refused(block):
+def test_a_layer_norm_weight_of_another_dtype_is_rejected(block):
     with block():
         x = torch.randn(3, 4, device="vgpu:0", dtype=torch.float16)
         weight = torch.ones(4, device="vgpu:0")
@@ -106,13 +106,13 @@ def test_a_layer_norms_weight_of_another_type_is_refused(block):
         assert F.layer_norm(x[:0], (4,), weight).shape == (0, 4)
 
 
-def test_synced_statistics_are_float32():
-    """torch.nn.modules._functions sends them to the other ranks as they are."""
+def test_sync_batch_norm_statistics_are_float32():
+    """torch.nn.modules._functions sends them to the other ranks unchanged."""
     x = torch.full((70000, 1), 3.0, device="vgpu:0", dtype=torch.float16)
     mean, invstd = torch.batch_norm_stats(x, 1e-5)
     assert mean.dtype is invstd.dtype is torch.float32 and mean.item() == 3
     running = torch.zeros(1, device="vgpu:0", dtype=torch.float16)
-    counts = torch.full((1,), 70000.0, device="vgpu:0")  # float16 ends at 65504
+    counts = torch.full((1,), 70000.0, device="vgpu:0")  # float16's maximum is 65504
     whole, _ = torch.batch_norm_gather_stats_with_counts(
         x, mean[None], invstd[None], running, running.clone(), 0.5, 1e-5, counts
     )
@@ -129,7 +129,7 @@ TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def normalized(device, dtype, shape, normalized_shape, weighted=True):
-    """The output, and the gradients of the input and of the weight, on the CPU."""
+    """Return the output and the gradients of the input and the weight, on the CPU."""
     torch.manual_seed(0)
     norm = nn.RMSNorm(normalized_shape, elementwise_affine=weighted).to(dtype)
     x, grad = (torch.randn(shape).to(dtype) for _ in range(2))
@@ -155,7 +155,7 @@ def test_rms_norm_has_the_cpus_values_and_gradients(dtype, weighted, shape, norm
 
 
 def step(norm, rows):
-    """The names of a step's kernels, and the bytes that forward keeps and backward needs."""
+    """Return a step's kernel names, the bytes that forward keeps, and backward's peak bytes."""
     x = torch.randn(rows, 1024, device="vgpu:1", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.ones_like(x)
     before = torch.vgpu.memory_allocated(1)
@@ -168,7 +168,7 @@ def step(norm, rows):
 
 
 @pytest.mark.parametrize("values", [nullcontext, vgpu.shapes_only])
-def test_rms_norm_is_one_kernel_each_way_and_keeps_one_number_per_row(values):
+def test_rms_norm_runs_one_kernel_per_pass_and_keeps_one_value_per_row(values):
     rows = 1024
     with values():
         norm = nn.RMSNorm(1024).to("vgpu:1", torch.bfloat16)
@@ -178,7 +178,7 @@ def test_rms_norm_is_one_kernel_each_way_and_keeps_one_number_per_row(values):
     assert peak == kept + rows * 1024 * 2 + 1024 * 2  # the gradients of the input and the weight
 
 
-def test_rms_norm_is_one_kernel_without_autograd_too():
+def test_rms_norm_without_autograd_is_one_kernel():
     norm = nn.RMSNorm(64).to("vgpu:1")
     x = torch.randn(8, 64, device="vgpu:1")
     for without in (torch.no_grad, torch.inference_mode):
@@ -187,13 +187,12 @@ def test_rms_norm_is_one_kernel_without_autograd_too():
         assert [e.name for e in timeline.events] == ["_fused_rms_norm"]
 
 
-# SyncBatchNorm over ranks is batch norm on the whole batch
+# SyncBatchNorm across ranks matches batch norm on the full batch
 
 
 def on_a_rank(rank, world_size, module, parts):
     torch.manual_seed(rank)
-    # Without virtual GPUs, the rank only has a gloo group, with which torch gathers in a different
-    # way.
+    # Without virtual GPUs, the rank has only a gloo group, with which torch gathers differently.
     with nullcontext() if vgpu.is_enabled() else vgpu.enable(world_size):
         gpu = torch.device("vgpu", rank)
         synced = nn.SyncBatchNorm.convert_sync_batchnorm(module).to(gpu)
@@ -207,7 +206,7 @@ def on_a_rank(rank, world_size, module, parts):
 @pytest.mark.parametrize("gpu", [None, "V100"])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("shape", [(8, 3), (8, 3, 5, 4)])
-def test_sync_batch_norm_on_unequal_parts_has_the_results_of_the_whole_batch(shape, affine, gpu):
+def test_sync_batch_norm_on_unequal_parts_matches_the_full_batch(shape, affine, gpu):
     kind = nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d
     module = kind(3, affine=affine)
     if affine:
@@ -223,7 +222,7 @@ def test_sync_batch_norm_on_unequal_parts_has_the_results_of_the_whole_batch(sha
         torch.cat([rank[1] for rank in ranks]), whole.grad, rtol=1e-4, atol=1e-4
     )
     for index, parameter in enumerate(module.parameters()):
-        # Each rank has the gradient of its own part; adding them up is left to DDP.
+        # Each rank has its own part's gradient; reducing them is left to DDP.
         summed = sum(rank[2][index] for rank in ranks)
         torch.testing.assert_close(summed, parameter.grad, rtol=1e-4, atol=1e-4)
     for _, _, _, state in ranks:

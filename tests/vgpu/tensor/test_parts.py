@@ -1,4 +1,4 @@
-"""Operators that consist of several on a GPU: their bytes, events, values and errors."""
+"""Operators composed of others on a GPU: their bytes, events, values and errors."""
 
 import contextlib
 
@@ -49,7 +49,7 @@ def inputs(device="cpu"):
 
 
 def peak_and_kept_on_cpu(call):
-    """The bytes requested from the CPU's allocator during a call: the peak, and the bytes at the end."""
+    """Return the peak and final bytes that a call requests from the CPU's allocator."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         result = call()
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -71,13 +71,13 @@ def peak_and_kept(call):
     [(name, contextlib.nullcontext) for name in CALLS]
     + [(name, vgpu.shapes_only) for name in CALLS if name not in NEED_VALUES],
 )
-def test_allocated_bytes_are_those_that_pytorch_requests_on_the_cpu(name, mode):
+def test_allocated_bytes_match_those_requested_on_the_cpu(name, mode):
     call, on_cpu = CALLS[name], inputs()
     expected = peak_and_kept_on_cpu(lambda: call(*on_cpu))
     with mode():
         on_gpu = inputs("vgpu:0")
         found = peak_and_kept(lambda: call(*on_gpu))
-    # Blocks are rounded up to 512 bytes, which matters for a few numbers, and for rows.
+    # Blocks are rounded up to 512 bytes, which matters for small tensors and for rows.
     assert found == pytest.approx(expected, rel=0.02, abs=4096)
 
 
@@ -124,7 +124,7 @@ INDEXED = {
 
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize("name", INDEXED)
-def test_masks_select_what_they_select_on_the_cpu(name):
+def test_masks_select_the_same_elements_as_on_the_cpu(name):
     x = torch.arange(6.0).reshape(2, 3)
     with vgpu.record():
         found = INDEXED[name](x.to("vgpu:0"), M.to("vgpu:0"))
@@ -154,7 +154,7 @@ def test_invalid_masks_raise_the_cpus_errors(name):
     assert str(found.value) == str(expected.value)
 
 
-# How many copies of the matrix CUDA's libraries need, and a call with a matrix and a number.
+# The number of copies that CUDA's libraries need, and a call with a matrix and a scalar.
 COPIES = {
     "mm": (0, lambda x, s: x @ x),
     "mm transposed": (0, lambda x, s: x.t() @ x),
@@ -191,7 +191,7 @@ def test_an_operand_that_cudas_libraries_cannot_read_is_copied(name, mode):
         torch.testing.assert_close(result.cpu(), expected, rtol=1e-4, atol=1e-3)
 
 
-def test_each_part_of_an_operator_is_an_event_of_its_own():
+def test_each_part_of_a_composite_operator_is_its_own_event():
     x, t, m = inputs("vgpu:0")
     with vgpu.record() as timeline:
         F.mse_loss(x, t)

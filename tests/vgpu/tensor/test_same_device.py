@@ -1,4 +1,4 @@
-"""Operands that may be on another device than the rest: what CUDA doesn't compare isn't compared here."""
+"""Operands that may be on a different device from the rest, where CUDA doesn't compare devices."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_the_learning_rate_may_be_a_tensor_on_the_cpu(make):
     torch.testing.assert_close(*weights)
 
 
-def test_a_learning_rate_on_another_gpu_is_refused():
+def test_a_learning_rate_on_another_gpu_is_rejected():
     weight = nn.Parameter(on(0, 1, 2))
     weight.grad = torch.ones_like(weight)
     with pytest.raises(RuntimeError, match="lr is on vgpu:1"):
@@ -71,7 +71,7 @@ def test_foreach_runs_tensor_by_tensor_across_devices():
         torch._foreach_add([on(0, 1)], [on(1, 1)])
 
 
-def test_foreach_takes_a_scalar_on_the_cpu_but_not_on_another_gpu():
+def test_foreach_accepts_a_scalar_on_the_cpu_but_not_on_another_gpu():
     (product,) = torch._foreach_mul([on(0, 1, 2)], torch.tensor(3.0))
     assert product.tolist() == [3, 6]
     with pytest.raises(RuntimeError, match="scalar tensor is expected to be on vgpu:0"):

@@ -30,7 +30,7 @@ def small():
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-def test_times_and_bytes_are_those_of_real_tensors(kind):
+def test_times_and_bytes_match_real_tensors(kind):
     def run():
         model = small().to("vgpu:0")
         optimizer = kind(model.parameters(), lr=0.1)
@@ -60,7 +60,7 @@ def test_a_model_far_larger_than_this_machine_trains_as_shapes():
         assert model[0].weight.grad.shape == (2**17, 2**17)
 
 
-def test_a_shape_that_does_not_fit_is_refused():
+def test_a_shape_that_does_not_fit_is_rejected():
     with vgpu.enable(1, memory_bytes=2**20), vgpu.shapes_only():
         layer = nn.Linear(2**10, 2**10)
         with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 4\.00 MiB"):
@@ -218,7 +218,7 @@ def test_fused_attention_of_shapes_keeps_no_scores_and_counts_its_flops(dtype):
         assert parts[0].grad.shape == parts[0].shape
     scores = batch * heads * length * length * output.element_size()
     assert kept < scores / 8
-    # Two products forward; five backward, because the scores are recomputed.
+    # Two matmuls in forward and five in backward, which recomputes the scores.
     product = 2 * batch * heads * length * length * width
     forward, backward = (e.flop for e in timeline.events if e.flop)
     assert (forward, backward) == (2 * product, 5 * product)
@@ -242,7 +242,7 @@ def test_a_shape_whose_storage_is_resized_leaves_others_as_they_are():
 
 
 def test_a_truncated_normal_distribution_needs_no_values():
-    """torch draws until every value lies inside."""
+    """torch redraws until every value is within bounds."""
     with vgpu.shapes_only():
         assert nn.init.trunc_normal_(torch.empty(4, device="vgpu:0")).shape == (4,)
     assert nn.init.trunc_normal_(torch.empty(1000)).std() > 0.5

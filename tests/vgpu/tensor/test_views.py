@@ -133,7 +133,7 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_view_stays_what_it_is_when_a_shape_changes_in_place(program):
+def test_a_view_stays_a_view_when_a_shape_changes_in_place(program):
     gradients = []
     for device in ("cpu", "vgpu:1"):
         x = torch.arange(1.0, 13).reshape(4, 3).to(device).requires_grad_()
@@ -142,14 +142,14 @@ def test_a_view_stays_what_it_is_when_a_shape_changes_in_place(program):
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
-def test_a_view_of_a_leaf_is_not_changed_in_place():
+def test_a_view_of_a_leaf_cannot_be_changed_in_place():
     for device in ("cpu", "vgpu:1"):
         leaf = torch.ones(2, 3, device=device, requires_grad=True)
         with pytest.raises(RuntimeError, match="a view of a leaf Variable"):
             leaf[:1].squeeze_(0)
 
 
-def test_a_view_that_retains_its_gradient_is_named_in_the_error():
+def test_the_error_names_a_view_that_retains_its_gradient():
     base = torch.ones(2, 3, device="vgpu:1", requires_grad=True) * 1
     row = base[0]
     row.retain_grad()
@@ -191,14 +191,14 @@ def test_a_gradient_that_is_a_view_changes_its_shape(device):
     assert x.grad.tolist() == [[14, 14, 14]]
 
 
-def test_a_view_with_a_hook_is_named_in_the_error():
+def test_the_error_names_a_view_with_a_hook():
     row = (torch.ones(2, 2, device="vgpu:1", requires_grad=True) * 1)[:1]
     row.register_hook(lambda gradient: gradient * 3)
     with pytest.raises(RuntimeError, match=r"a view of size \(1, 2\) on vgpu:1 has a hook"):
         row.t_()
 
 
-def test_hooks_around_a_change_without_history_belong_to_the_same_graphs_as_on_the_cpu():
+def test_hooks_before_and_after_a_change_belong_to_the_same_graphs_as_on_the_cpu():
     found = []
     for device in ("cpu", "vgpu:1"):
         x = torch.ones(2, 1, device=device, requires_grad=True)
@@ -211,12 +211,13 @@ def test_hooks_around_a_change_without_history_belong_to_the_same_graphs_as_on_t
         gradients = [torch.autograd.grad(y, x, retain_graph=True)[0] for y in (before, view.sum())]
         found.append([gradient.tolist() for gradient in gradients])
     on_cpu, on_gpu = found
-    # Since torch 2.15 the later hook belongs to the later graph; before, both to the earlier one.
+    # Since torch 2.15, the later hook belongs to the later graph; before, both belonged to the
+    # earlier.
     assert on_gpu == on_cpu
     assert on_cpu in ([[[3], [3]], [[5], [5]]], [[[15], [15]], [[1], [1]]])
 
 
-def test_a_changed_shape_is_a_new_version():
+def test_a_shape_change_increments_the_version():
     for device in ("cpu", "vgpu:1"):
         base = torch.ones(2, 3, device=device)
         view = base[0]
@@ -238,7 +239,7 @@ FOREACH = {
 
 
 @pytest.mark.parametrize("name", FOREACH)
-def test_foreach_counts_versions_so_that_backward_notices(name):
+def test_foreach_increments_versions_so_that_backward_raises(name):
     for device in ("cpu", "vgpu:1"):
         values = [torch.full((2,), 4.0, device=device, requires_grad=True) for _ in range(2)]
         loss = sum(value.square().sum() for value in values)

@@ -1,8 +1,8 @@
-"""Asynchronous tensor parallelism: products and their collectives in pieces, by hand.
+"""Asynchronous tensor parallelism: matmuls and their collectives in pieces, checked by hand.
 
-In the toy, a GPU reads and writes 1 kB in 1 µs, and arithmetic and launches are free. There are
-four ranks, each with 1 kB of the 4 kB that are gathered: (200, 5) by (5, 10), whose result has 8
-kB. A piece of the product reads 1 kB and the weight's 200 bytes and writes 2 kB: 3.2 µs.
+In the toy model, a GPU reads and writes 1 kB in 1 µs, and arithmetic and launches are free. There
+are four ranks, each with 1 kB of the 4 kB that are gathered: (200, 5) by (5, 10), whose result has
+8 kB. A piece of the matmul reads 1 kB and the weight's 200 bytes and writes 2 kB: 3.2 µs.
 """
 
 import pickle
@@ -38,7 +38,7 @@ def empty(*size):
 
 
 def recorded(program, link=FAST, hosts=1, **changes):
-    """The program as rank 0 of four, in pieces; changes: to EXACT."""
+    """Record the program as rank 0 of four, in pieces; ``changes`` override ``EXACT``."""
     with vgpu.cluster(hosts, 4 // hosts, gpu=SPEC, link=link), vgpu.shapes_only():
         shard, whole, weights = empty(50, 5), empty(200, 5), [empty(5, 10) for _ in range(3)]
         with vgpu.record(**(EXACT | {"async_tp": True} | changes)) as timeline:
@@ -72,11 +72,11 @@ def one_product(shard, whole, weight, *others):
     return gather(shard) @ weight
 
 
-# First, its own piece is copied to where the others find it, 2 µs. On the fast link, pieces arrive
-# while others are multiplied. On the slow one, three arrive in 5 µs each, and then the last is
-# multiplied.
+# First, the rank's own piece is copied to where the others find it: 2 µs. On the fast link, pieces
+# arrive while others are multiplied. On the slow one, three arrive in 5 µs each, and then the last
+# is multiplied.
 @pytest.mark.parametrize(("link", "wanted"), [(FAST, 2 + 4 * PIECE), (SLOW, 2 + 3 * 5 + PIECE)])
-def test_a_gather_overlaps_with_the_pieces_of_its_product(link, wanted):
+def test_a_gather_overlaps_with_the_pieces_of_its_matmul(link, wanted):
     timeline = recorded(one_product, link)
     assert timeline.makespan_s == timeline.host_s == near(wanted)
     assert sorted(launched(timeline)) == ["copy", *["mm"] * 4, *["permute"] * 3]
@@ -90,7 +90,7 @@ def test_a_gather_overlaps_with_the_pieces_of_its_product(link, wanted):
     assert plain.flop == timeline.flop == 2 * 200 * 5 * 10
 
 
-def test_products_share_the_pieces_of_their_gather():
+def test_matmuls_share_the_pieces_of_their_gather():
     def program(shard, whole, first, second, third):
         gathered = gather(shard)
         hidden = (gathered @ first).relu()
@@ -100,12 +100,12 @@ def test_products_share_the_pieces_of_their_gather():
     # The last kernel reads both results and writes one.
     assert timeline.makespan_s == near(2 + 8 * PIECE + 3 * 8)
     assert launched(timeline).count("permute") == 3
-    # 5 µs is less than two products of 3.2, so the slow link is hidden as well.
+    # 5 µs is less than two matmuls of 3.2 µs, so the slow link is hidden, too.
     assert recorded(program, SLOW).makespan_s == timeline.makespan_s
 
 
 @pytest.mark.parametrize(("link", "wanted"), [(FAST, 4 * PIECE), (SLOW, PIECE + 3 * 10)])
-def test_a_reduce_scatter_overlaps_with_the_pieces_of_its_product(link, wanted):
+def test_a_reduce_scatter_overlaps_with_the_pieces_of_its_matmul(link, wanted):
     def program(shard, whole, weight, *others):
         return scatter(whole @ weight)
 
@@ -137,13 +137,13 @@ def test_pieces_along_another_dimension_need_no_copy():
     assert timeline.makespan_s == near(2 + 4 * PIECE + 16 + 4 * PIECE + 4 + 1)
 
 
-def test_other_readers_of_a_gather_start_after_its_products():
+def test_other_readers_of_a_gather_start_after_its_matmuls():
     def program(shard, whole, weight, *others):
         gathered = gather(shard)
         return gathered @ weight, gathered.t() @ whole
 
-    # Its own piece is copied to where the gathered ones are, 2 µs. (5, 200) by (200, 5) takes 8.1
-    # µs.
+    # The rank's own piece is copied to where the gathered ones are: 2 µs. (5, 200) by (200, 5)
+    # takes 8.1 µs.
     assert recorded(program).makespan_s == near(2 + 4 * PIECE + 2 + 8.1)
 
 
@@ -209,7 +209,7 @@ def test_a_group_across_hosts_keeps_its_times():
     assert times(timeline) == times(recorded(one_product, hosts=2, async_tp=False))
 
 
-def test_async_tp_without_fusion_is_refused():
+def test_async_tp_without_fusion_is_rejected():
     with pytest.raises(ValueError, match="needs fuses=True"):
         recorded(one_product, fuses=False)
     plain = recorded(one_product, fuses=False, async_tp=False)

@@ -1,4 +1,4 @@
-"""Fused attention is as fast as its kernels were measured to be."""
+"""Fused attention is as fast as its kernels' published measurements."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ BARS = {
 
 
 def together(kernel, spec, width, length, causal):
-    """TFLOP/s of forward and backward, of which forward has 2 of 7 products."""
+    """Return the TFLOP/s of forward and backward; forward has 2 of the 7 matmuls."""
     forward, backward = (
         attention_flop_per_s(kernel, spec, Attention(width, length, causal, is_backward))
         for is_backward in (False, True)
@@ -34,7 +34,7 @@ def together(kernel, spec, width, length, causal):
 
 
 @pytest.mark.parametrize(("bars", "measured"), BARS.items(), ids=str)
-def test_flash_2_matches_each_published_bar(bars, measured):
+def test_flash_2_matches_published_speeds(bars, measured):
     spec, width, causal = bars
     found = [together("flash 2", spec, width, length, causal) for length in LENGTHS]
     assert found == pytest.approx(measured, rel=0.04)
@@ -49,7 +49,7 @@ def test_triton_is_slower_than_flash_2_especially_backward():
         assert fast / slow == pytest.approx(times, rel=0.1)
 
 
-def test_a_gpu_that_nobody_measured_reaches_the_same_share_of_its_peak():
+def test_an_unmeasured_gpu_reaches_the_same_share_of_its_peak():
     faster = dataclasses.replace(
         H100, compute_capability=(10, 0), tensor_flop_per_s=2 * H100.tensor_flop_per_s
     )
@@ -75,6 +75,6 @@ def test_recorded_attention_takes_as_long_as_its_kernel():
     assert slower.makespan_s > 2 * timeline.makespan_s
 
 
-def test_an_unknown_kernel_is_refused():
+def test_an_unknown_kernel_is_rejected():
     with pytest.raises(ValueError, match=r"attention must be one of flash 1, .*flash 9"):
         vgpu.CostModel(A100, attention="flash 9")

@@ -1,7 +1,7 @@
 """Kernels that run during collectives: their times, computed by hand.
 
-In the toy, two ranks send 1 GB/s each, and a GPU with four multiprocessors reads and writes 1 GB/s.
-Launches and steps take no time.
+In the toy model, two ranks send 1 GB/s each, and a GPU with four multiprocessors reads and writes 1
+GB/s. Launches and steps take no time.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ COSTS = vgpu.CostModel(
 
 @pytest.fixture
 def rank():
-    """One of two ranks, whose tensors are shapes."""
+    """One of two ranks whose tensors are shapes."""
     with vgpu.cluster(hosts=1, gpus_per_host=2, gpu=GPU, link=PLAIN), vgpu.shapes_only():
         yield
 
@@ -46,7 +46,7 @@ def recorded(**options):
 
 
 def test_kernels_lose_the_multiprocessors_that_a_collective_occupies(rank):
-    # Three quarters of their speed until 40: the second has done 10 of its 20 µs by then.
+    # Three quarters of their speed until 40 µs: by then, the second has done 10 of its 20 µs.
     timeline = recorded(collective_processors=1)
     assert times_us(timeline, "kernel") == us((0, 80 / 3), (80 / 3, 50), (50, 70))
     assert vgpu.replay(timeline).events == timeline.events
@@ -55,7 +55,7 @@ def test_kernels_lose_the_multiprocessors_that_a_collective_occupies(rank):
 def test_collectives_take_no_multiprocessors_unless_a_replay_says_so(rank):
     plain = recorded()
     assert times_us(plain, "kernel") == us((0, 20), (20, 40), (40, 60))
-    # Half of their speed: the first alone lasts until 40.
+    # Half their speed: the first alone lasts until 40 µs.
     again = vgpu.replay(plain, collective_processors=2)
     assert times_us(again, "kernel") == us((0, 40), (40, 60), (60, 80))
 
@@ -63,11 +63,12 @@ def test_collectives_take_no_multiprocessors_unless_a_replay_says_so(rank):
 def test_an_earlier_collective_occupies_links_and_multiprocessors(rank):
     timeline = recorded(collective_processors=1)
     (sending,) = (event for event in timeline.events if event.kind == "collective")
-    # The other one lasts until 10; that of an equivalent rank, on another GPU, counts, too.
+    # The other collective lasts until 10 µs, and counts although it's an equivalent rank's, on
+    # another GPU.
     before = sending._replace(start_s=-30e-6, end_s=10e-6, device=torch.device("vgpu:1"))
     again = replay_beside(timeline, [before])
     assert times_us(again, "collective") == us((10, 50))
-    # The second does 17.5 of its 20 µs until then.
+    # By then, the second has done 17.5 of its 20 µs.
     assert times_us(again, "kernel") == us((0, 80 / 3), (80 / 3, 52.5), (52.5, 72.5))
     assert replay_beside(timeline, []).events == timeline.events
 
@@ -87,7 +88,7 @@ def test_a_kernel_with_priority_and_a_collective_both_delay_a_kernel():
     processors = Processors(lost=0.25)
     processors.note_collective(0.0, 40.0, between_hosts=False)
     assert processors.place_prior(10.0, 6.0) == 10.0
-    # 20 at three quarters of the speed is 26 2/3, plus 6 for the one that overtakes.
+    # 20 µs at three quarters of the speed take 26 2/3 µs, plus 6 µs for the kernel that overtakes.
     assert processors.place(0.0, 20.0) == (0.0, pytest.approx(80 / 3 + 6))
 
 
@@ -109,7 +110,7 @@ def test_a_compiled_program_ends_before_a_wait_for_a_collective(rank):
     assert after.device == read.device
 
 
-def test_a_deferred_write_is_launched_before_a_collective_writes_part_of_its_block(rank):
+def test_a_deferred_write_is_launched_before_a_collective_overwrites_part_of_it(rank):
     part, read = kilobytes(5), kilobytes(20)
     with vgpu.record(dataclasses.replace(COSTS, fuses=True)) as timeline:
         whole = read.neg()

@@ -42,7 +42,7 @@ def test_each_assumed_share_applies_to_its_own_peak():
     assert times_s(link_share=0.5) == pytest.approx((1e-9, 1e-9, 2e-9))
 
 
-def test_an_in_place_product_costs_the_same_as_an_out_of_place_one():
+def test_an_in_place_matmul_costs_as_much_as_an_out_of_place_one():
     a, b, c = (torch.empty(2, *size, device="meta") for size in ((3, 4), (4, 5), (3, 5)))
     for plain, in_place, args in (
         (ATEN.addmm, ATEN.addmm_, (c[0], a[0], b[0])),
@@ -53,7 +53,7 @@ def test_an_in_place_product_costs_the_same_as_an_out_of_place_one():
         assert work_of(in_place.default, args, {}, args[0]) == expected
 
 
-def test_products_take_as_long_as_on_the_slowest_gpu_but_memory_does_not():
+def test_the_slowest_gpu_determines_matmul_time_but_not_memory_time():
     alike = vgpu.CostModel(vgpu.PRESETS["K80"], kernel_s=0.0)
     product, read = Workload(10**12, 0), Workload(0, 10**9)
 
@@ -90,12 +90,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "value", "wanted"), REFUSED)
-def test_a_cost_model_refuses_nonsensical_values(name, value, wanted):
+def test_a_cost_model_rejects_nonsensical_values(name, value, wanted):
     with pytest.raises(ValueError, match=re.escape(f"{name} must be {wanted}") + f".* {value!r}"):
         vgpu.CostModel(vgpu.PRESETS["K80"], **{name: value})
 
 
-def test_a_matrix_product_has_the_flops_and_bytes_of_its_formula():
+def test_matmul_flops_and_bytes_match_the_formula():
     a, b = torch.ones(8, 16), torch.ones(16, 4)
     work = work_of(ATEN.mm.default, (a, b), {}, a @ b)
     assert work[:3] == (2 * 8 * 16 * 4, 4 * (8 * 16 + 16 * 4 + 8 * 4), "product")
@@ -123,7 +123,7 @@ def test_bfloat16_uses_tensor_cores_since_the_a100(gpu, tflops):
 
 
 def scaled_mm(a, b, scale):
-    """The public name, which is a different operator."""
+    """Call the public function, which is a different operator."""
     recipe = functional.ScalingType.TensorWise
     return functional.scaled_mm(a, b, scale, recipe, scale, recipe, output_dtype=torch.bfloat16)
 
@@ -133,7 +133,7 @@ def scaled_mm(a, b, scale):
     [lambda a, b, scale: torch._scaled_mm(a, b, scale, scale, out_dtype=torch.bfloat16), scaled_mm],
     ids=["torch._scaled_mm", "torch.nn.functional.scaled_mm"],
 )
-def test_float8_products_use_the_float8_peak(multiply):
+def test_float8_matmuls_use_the_float8_peak(multiply):
     product = torch.ones(2048, 2048, dtype=torch.float8_e4m3fn)
     one = torch.ones(())
     with vgpu.enable(1, gpu="H100"), vgpu.shapes_only():
@@ -145,7 +145,7 @@ def test_float8_products_use_the_float8_peak(multiply):
 
 
 @pytest.mark.parametrize("gpu", ["V100", "A100"])
-def test_a_gpu_without_float8_refuses_its_products(gpu):
+def test_a_gpu_without_float8_rejects_float8_matmuls(gpu):
     with pytest.raises(ValueError, match="can't multiply float8 tensors"):
         vgpu.CostModel(vgpu.PRESETS[gpu]).kernel_time_s(Workload(10**12, 0, "float8"))
 
@@ -166,13 +166,13 @@ def _allow_in_convolutions(allowed):
 
 
 def a_product_and_a_convolution_s():
-    """Seconds for 1 TFLOP each in float32 on an A100, with torch's current settings."""
+    """Return the seconds for 1 TFLOP each in float32 on an A100, with torch's current settings."""
     costs = vgpu.CostModel(vgpu.PRESETS["A100"], arithmetic_share=1.0, kernel_s=0.0)
     return [costs.kernel_time_s(Workload(10**12, 0, kind)) for kind in ("product", "convolution")]
 
 
 def test_tf32_is_used_where_torchs_settings_allow_it(settings):
-    plain, tf32 = 1 / 19.5, 1 / 156  # TFLOP/s of the A100's datasheet
+    plain, tf32 = 1 / 19.5, 1 / 156  # TFLOP/s from the A100's datasheet
     assert a_product_and_a_convolution_s() == pytest.approx([plain, tf32])  # torch's defaults
     _allow_in_convolutions(False)
     assert a_product_and_a_convolution_s() == pytest.approx([plain, plain])
@@ -181,14 +181,14 @@ def test_tf32_is_used_where_torchs_settings_allow_it(settings):
 
 
 @pytest.mark.parametrize("gpu", ["K80", "V100"])
-def test_before_the_a100_no_gpu_has_tf32(gpu):
+def test_gpus_before_the_a100_have_no_tf32(gpu):
     spec = vgpu.PRESETS[gpu]
     costs = vgpu.CostModel(spec, arithmetic_share=1.0, kernel_s=0.0)
     found_s = costs.kernel_time_s(Workload(10**12, 0, "convolution"))
     assert found_s == pytest.approx(10**12 / spec.fp32_flop_per_s)
 
 
-def test_operations_say_whether_they_multiply_or_convolve():
+def test_operations_say_whether_they_are_matmuls_or_convolutions():
     image, weight = torch.ones(1, 3, 8, 8), torch.ones(4, 3, 3, 3)
     with vgpu.enable(1, gpu="A100"):
         image, weight = image.to("vgpu:0"), weight.to("vgpu:0").requires_grad_()
@@ -203,7 +203,7 @@ def test_operations_say_whether_they_multiply_or_convolve():
     }
 
 
-def test_a_setting_changed_in_a_recording_applies_from_then_on(settings):
+def test_a_setting_changed_during_a_recording_applies_from_then_on(settings):
     with vgpu.enable(1, gpu="A100"), vgpu.shapes_only():
         rows, columns = 9 * 256, 12 * 128  # a tile for each of 108 multiprocessors
         a = torch.empty(rows, 4096, device="vgpu:0")
@@ -232,7 +232,7 @@ def test_a_setting_changed_in_a_recording_applies_from_then_on(settings):
         ("NVLink 4", 8, 450),
     ],
 )
-def test_two_gpus_use_only_some_of_the_links_of_each(link, count, gigabytes_per_s):
+def test_two_gpus_use_only_the_links_between_them(link, count, gigabytes_per_s):
     assert vgpu.LINKS[link].among_bytes_per_s(count) == gigabytes_per_s * 1e9
 
 
@@ -254,7 +254,7 @@ MILLISECONDS = {
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives_take_the_times_computed_by_hand(name):
+def test_collective_times_match_hand_calculations(name):
     link = vgpu.Link("test", 1e9, 1e-6, "made for this test")
     costs = vgpu.CostModel(vgpu.PRESETS["V100"], link=link, link_share=1.0)
     found_s = costs.collective_time_s(name, 4 * 10**6, 4)
@@ -275,7 +275,7 @@ def test_collectives_take_the_times_computed_by_hand(name):
         # Two GPUs have two adapters for a ring, and each sends two thirds to the other host.
         ("all_gather", 4, 4, 2, 4 * 0.001 + 0.010 + 10 / 3),
         ("all_to_all", 4, 4, 2, 0.010 + 16 / 3),
-        # A tree, limited by the chain in the host with four.
+        # A tree, limited by the chain in the host with four GPUs.
         ("barrier", 2e-6, 4, 2, 2 * (3 * 0.001 + 0.010) + 4e-6 / 0.92),
         ("all_gather", 4, 1, 1, 0.010 + 4),
         ("all_to_all", 4, 1, 1, 0.010 + 4),
@@ -293,7 +293,7 @@ def test_the_host_with_the_fewest_gpus_slows_down_its_group(
     assert found_s == pytest.approx(milliseconds * 1e-3, rel=1e-9)
 
 
-def test_a_collective_that_is_not_in_the_table_is_refused():
+def test_an_unknown_collective_is_rejected():
     costs = vgpu.CostModel(vgpu.PRESETS["V100"])
     with pytest.raises(ValueError, match="no collective is called 'gossip'; use one of all_reduce"):
         costs.collective_time_s("gossip", 1, 2)
@@ -301,13 +301,13 @@ def test_a_collective_that_is_not_in_the_table_is_refused():
         costs.collective_time_s("broadcast", 1, 0)
 
 
-def test_links_have_the_bandwidths_of_their_standards():
+def test_link_bandwidths_match_their_standards():
     found = {name: round(link.bandwidth_bytes_per_s / 1e9, 1) for name, link in vgpu.LINKS.items()}
     assert [found[f"PCIe {n}"] for n in (2, 3, 4, 5)] == [8.0, 15.8, 31.5, 63.0]
     assert [2 * found[f"NVLink {n}"] for n in (1, 2, 3, 4)] == [160, 300, 600, 900]
 
 
-def test_fitting_finds_the_share_and_refuses_the_impossible():
+def test_fitting_finds_the_share_and_rejects_impossible_times():
     assert vgpu.fit_share(lambda share: 1.5 / share, 6.0) == pytest.approx(0.25, rel=1e-4)
     with pytest.raises(ValueError, match="no share"):
         vgpu.fit_share(lambda share: 1.5 / share, 1.0)

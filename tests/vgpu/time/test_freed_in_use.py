@@ -24,7 +24,7 @@ def recorded_below_dispatch(tensor, stream):
 
 
 def fetched_ahead(batches, weight, records):
-    """Batches are copied on a separate stream, each while the previous one is multiplied."""
+    """Copy batches on a separate stream, each while the previous one is multiplied."""
     gpu = weight.device
     side = torch.Stream(gpu)
     with side:
@@ -61,7 +61,7 @@ def test_a_batch_that_is_freed_while_it_is_multiplied_is_reported(shapes):
 
 
 def made_here_used_there(synchronize):
-    """The default stream sums what another stream created, which is then freed."""
+    """Sum a tensor that another stream created on the default stream, and then free it."""
     side = torch.vgpu.Stream("vgpu:0")
     with vgpu.record() as timeline:
         with side:
@@ -85,7 +85,7 @@ def test_memory_freed_while_another_stream_reads_it_is_reported():
     "synchronize",
     [
         lambda made, side: made.record_stream(current("vgpu:0")),
-        lambda made, side: made[:3].record_stream(current("vgpu:0")),  # a view's memory is the same
+        lambda made, side: made[:3].record_stream(current("vgpu:0")),  # a view shares its memory
         lambda made, side: side.wait_stream(current("vgpu:0")),
         lambda made, side: side.wait_event(current("vgpu:0").record_event()),
         lambda made, side: torch.vgpu.synchronize("vgpu:0"),
@@ -144,7 +144,7 @@ def keep_it_or_have_it_from_before(main, side, before):
 
 
 def use_new_memory_elsewhere(main, side, before, waits=False):
-    eight().neg()  # `room` may be given its memory, which may still be written
+    eight().neg()  # `room` may reuse its memory, which may still be being written
     room = torch.empty_like(before[0])
     if waits:
         side.wait_stream(main)
@@ -172,8 +172,8 @@ def test_memory_in_use_is_distinguished_from_reusable_memory(program, wanted):
     assert [(race.operation, race.other_operation) for race in timeline.races] == wanted
 
 
-def test_a_side_stream_with_its_own_waits_is_enough_in_training():
-    # What a graph keeps is freed during backward, whose streams have waited by its end.
+def test_a_side_stream_with_its_own_waits_suffices_in_training():
+    # Tensors kept by a graph are freed during backward, whose streams have waited by its end.
     side = torch.vgpu.Stream("vgpu:0")
     layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)).to("vgpu:0")
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
@@ -201,5 +201,5 @@ def test_data_parallel_copies_a_batch_on_side_streams_and_records_them():
     copies = [e for e in timeline.events if e.kind == "copy" and e.source.type == "cpu"]
     assert len(copies) == 4 and all(copy.stream != 0 for copy in copies)
     assert len({(copy.device, copy.stream) for copy in copies}) == 2  # one stream for each GPU
-    assert [e for e in timeline.events if e.kind == "wait"] == []  # the host continued
+    assert [e for e in timeline.events if e.kind == "wait"] == []  # the host didn't wait
     torch.testing.assert_close(model(batch).cpu(), model.module.cpu()(batch))

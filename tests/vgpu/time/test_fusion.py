@@ -1,4 +1,4 @@
-"""Elementwise chains in one pass over memory: what's launched, and how many bytes it moves."""
+"""Fused elementwise chains: what's launched, and how many bytes it moves."""
 
 import dataclasses
 import gc
@@ -64,10 +64,10 @@ def write_both_halves_of_a_block(x, y, w):
 def need_an_intermediate_result(x, y, w):
     z = x * 2
     (z + x) @ w
-    z @ w  # computed again from x
+    z @ w  # recomputed from x
 
 
-# For each case: the matrices that each fused kernel reads and writes.
+# For each case, the number of matrices that each fused kernel reads and writes.
 CHAINS = {
     "a reduction is part of a chain": (lambda x, y, w: (x / x.sum(-1, keepdim=True)) @ w, [2]),
     "both beginnings are read": (lambda x, y, w: (x * 2 + y * 3) @ w, [3]),
@@ -91,7 +91,7 @@ def test_a_chain_is_launched_when_its_result_is_needed(name):
     del kept
 
 
-def test_complex_numbers_are_left_out_of_chains_as_torch_compile_has_no_code_for_them():
+def test_complex_numbers_are_not_fused_as_with_torch_compile():
     x, turn = torch.rand(SIDE, 2, device="vgpu"), torch.ones(SIDE, device="vgpu") * 1j
     with vgpu.record(FUSED) as timeline:
         turned = torch.view_as_real(torch.view_as_complex(x * 2) * turn) + 1
@@ -107,7 +107,7 @@ def test_an_unneeded_result_is_never_launched():
     assert timeline.events == []
 
 
-def test_a_recording_contains_products_with_out_and_with_sparse_operands():
+def test_recordings_include_matmuls_with_out_and_sparse_operands():
     x, w, y = matrix(), matrix(), matrix()
     sparse = torch.eye(SIDE, device="vgpu").to_sparse()
     with vgpu.record(FUSED) as timeline:
@@ -125,7 +125,7 @@ def test_halves_of_one_tensor_are_read_once():
     assert launched(timeline)[0] == ("fused", 3 * 4 * SIDE * 10)
 
 
-def test_a_gradient_of_another_stream_is_in_memory_before_it_is_copied():
+def test_a_gradient_from_another_stream_is_written_before_it_is_copied():
     x, w, side = matrix().requires_grad_(), matrix(), torch.Stream("vgpu")
     with vgpu.record(FUSED) as timeline:
         side.wait_stream(torch.accelerator.current_stream())
@@ -145,7 +145,7 @@ def test_a_read_does_not_keep_an_earlier_result_alive():
     with vgpu.record(FUSED) as timeline:
         with other:
             z = y * 2
-        x.neg()  # the last one that reads x, which outlives it
+        x.neg()  # the last operation that reads x, which outlives it
     assert launched(timeline) == [("fused", 2 * KILO)]
     assert timeline.events[0].stream == other.stream_id
     assert z.device == x.device
@@ -163,7 +163,7 @@ def test_tensors_that_outlive_a_recording_do_not_keep_it_alive(costs):
     assert made.device == read.device == changed.device
 
 
-def test_a_wait_launches_what_the_other_stream_has_deferred():
+def test_a_wait_launches_the_other_streams_deferred_operations():
     x, w = matrix(), matrix()
     other = torch.Stream("vgpu")
     with vgpu.record(FUSED) as timeline:
@@ -237,7 +237,7 @@ def test_long_chains_are_split():
             total = total + part
         total @ w
     fused = [size for name, size in launched(timeline) if name == "fused"]
-    # First nine at once; then the sum so far and seven more, or what's left.
+    # First eight at once; then the sum so far and seven more, or what's left. Each writes one.
     assert fused == [9 * KILO, 9 * KILO, 7 * KILO]
 
 

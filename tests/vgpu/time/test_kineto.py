@@ -36,7 +36,7 @@ def joined():
     return vgpu.joined([step_of_rank(0), step_of_rank(1, 0.002)])
 
 
-def test_each_kernel_has_the_launch_of_its_correlation_and_an_arrow(tmp_path):
+def test_each_kernel_is_linked_to_its_launch(tmp_path):
     x = torch.ones(2**20, device="vgpu:0")
     with vgpu.record() as timeline:
         x.neg().to("vgpu:1").sum().item()
@@ -93,7 +93,7 @@ def test_one_rank_of_a_joined_timeline_has_its_own_file(joined, tmp_path):
     assert len(both) == len(rows) + len(rows_of(joined, tmp_path / "rank0.json", rank=0))
 
 
-def test_a_rank_that_is_not_in_the_timeline_is_refused(joined, tmp_path):
+def test_a_rank_that_is_not_in_the_timeline_is_rejected(joined, tmp_path):
     with pytest.raises(ValueError, match=r"the ranks in this timeline, \[0, 1\], got 2"):
         joined.to_chrome_trace(tmp_path / "trace.json", rank=2)
 

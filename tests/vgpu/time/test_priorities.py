@@ -1,6 +1,6 @@
 """Streams with priority: their kernels overtake those of other streams, at times computed by hand.
 
-In the toy, a launch takes 1 µs, a GPU reads and writes 1 GB/s, and everything else is free.
+In the toy model, a launch takes 1 µs, a GPU reads and writes 1 GB/s, and everything else is free.
 """
 
 import pytest
@@ -13,14 +13,12 @@ pytestmark = pytest.mark.virtual_gpus(2, gpu=SPEC)
 
 
 def neg(kilobytes):
-    """A kernel of twice as many microseconds as kilobytes: half to read them, half to write
-    them.
-    """
+    """Return a function that launches a kernel of 2 µs per kB: half to read, half to write."""
     return torch.ones(kilobytes * KB, device="vgpu:0").neg
 
 
 def replayed(timeline):
-    """The timeline, after checking that its replay is equal bit for bit."""
+    """Return the timeline after checking that its replay is identical, bit for bit."""
     assert vgpu.replay(timeline).events == timeline.events
     return times_us(timeline)
 

@@ -1,4 +1,4 @@
-"""Matrix products that fill a GPU or don't: tiles, waves, split sums, computed by hand."""
+"""Matmuls that fill a GPU or don't: tiles, waves and split reductions, computed by hand."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ TENSOR_CORES, FLOAT32_UNITS, MEMORY = 125e12, 15.7e12, 900e9  # from the V100's 
 
 
 def seconds(rows, inner, columns, dtype=torch.float16, batch=1):
-    """Seconds for one product on a V100 that reaches all its peaks."""
+    """Return the seconds for one matmul on a V100 that reaches all its peaks."""
     costs = vgpu.CostModel(V100, arithmetic_share=1.0, memory_share=1.0, kernel_s=0.0)
     given = torch.empty(batch, rows, inner, dtype=dtype, device="meta")
     other = torch.empty(batch, inner, columns, dtype=dtype, device="meta")
@@ -51,17 +51,18 @@ def test_float32_units_use_the_smallest_tiles_without_loss():
     assert found_s == pytest.approx(expected_s + written_s(rows, columns, 4))
 
 
-def test_a_small_product_leaves_most_multiprocessors_idle():
-    # 4 tiles of 32 x 32, each on one of 80 multiprocessors; a sum of 64 is not split.
+def test_a_small_matmul_leaves_most_multiprocessors_idle():
+    # 4 tiles of 32 x 32, each on one of 80 multiprocessors; a reduction over 64 elements isn't
+    # split.
     whole_s = flop(64, 64, 64) / FLOAT32_UNITS
     found_s = seconds(64, 64, 64, torch.float32)
     assert found_s == pytest.approx(20 * whole_s + written_s(64, 64, 4))
 
 
-def test_long_sums_with_few_tiles_are_split():
-    # 16 tiles of 256 x 128, their sums in 5 parts: 80 multiprocessors are busy. The parts are
-    # written and read again in float32, which only pays for long sums; otherwise it's 64 of 64 x
-    # 128.
+def test_long_reductions_with_few_tiles_are_split():
+    # 16 tiles of 256 x 128, with reductions split into 5 parts: 80 multiprocessors are busy. The
+    # parts are written and read again in float32, which pays off only for long reductions;
+    # otherwise, 64 tiles of 64 x 128 are used.
     rows, columns = 512, 1024
     added_s = 2 * 5 * written_s(rows, columns, 4)
     long_s = flop(rows, 16384, columns) / TENSOR_CORES + added_s
@@ -70,8 +71,8 @@ def test_long_sums_with_few_tiles_are_split():
     assert seconds(rows, 4096, columns) == pytest.approx(short_s + written_s(rows, columns))
 
 
-def test_a_batch_of_products_fills_the_gpu_together():
-    # 8 tiles each of 256 x 128: ten are a full wave.
+def test_a_batch_of_matmuls_fills_the_gpu_together():
+    # 8 tiles of 256 x 128 each: ten matmuls are a full wave.
     whole_s = 10 * (flop(512, 4096, 512) / TENSOR_CORES + written_s(512, 512))
     assert seconds(512, 4096, 512, batch=10) == pytest.approx(whole_s)
     assert seconds(512, 4096, 512) > 1.5 * whole_s / 10
@@ -84,7 +85,7 @@ def test_a_single_row_takes_as_long_as_reading_the_matrix():
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000, 4096])
 @pytest.mark.parametrize("inner", [1, 100, 5000])
-def test_no_product_is_faster_than_the_peaks(size, inner):
+def test_no_matmul_is_faster_than_the_peaks(size, inner):
     costs = vgpu.CostModel(V100, arithmetic_share=1.0, memory_share=1.0, kernel_s=0.0)
     read_and_written = 2 * (size * inner + inner * size + size * size)
     peak_s = costs.kernel_time_s(Workload(flop(size, inner, size), read_and_written, "float16"))

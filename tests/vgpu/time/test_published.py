@@ -50,7 +50,7 @@ def recordings_go():
 
 @functools.cache
 def costs(assumed=()):
-    """The assumptions, and what's fitted on one GPU, where the link between two doesn't matter."""
+    """Return the assumptions, with one share fitted on one GPU, where links don't matter."""
     with vgpu.enable(2, gpu=GPU):
         found = fitted(training(), **dict(assumed))
         assert seconds(training(), found) == pytest.approx(ONE_GPU_S, rel=1e-3)
@@ -59,7 +59,7 @@ def costs(assumed=()):
 
 @functools.cache
 def gain(link, size, assumed=()):
-    """How much faster two GPUs with this split size are than one; below 0, they're slower."""
+    """Return how much faster two GPUs with this split size are than one; negative if slower."""
     found = costs(assumed)
     with vgpu.enable(2, gpu=GPU):
         return ONE_GPU_S / seconds(training(size), {**found, "link": link}) - 1
@@ -67,19 +67,19 @@ def gain(link, size, assumed=()):
 
 @each_link
 @each_assumption
-def test_two_gpus_taking_turns_are_slower_but_less_than_published(link, assumed):
+def test_two_gpus_taking_turns_are_slower_but_by_less_than_published(link, assumed):
     assert ONE_GPU_S / TWO_GPUS_S - 1 < -0.025 < gain(link, 120, assumed) < 0
 
 
 @each_link
 @each_assumption
-def test_pipelines_gain_somewhat_more_than_published(link, assumed):
+def test_pipelines_gain_slightly_more_than_published(link, assumed):
     for size, time_s in PUBLISHED_S.items():
         published = ONE_GPU_S / time_s - 1
         assert published < gain(link, size, assumed) < published + 0.14
 
 
-def test_the_curve_rises_on_both_sides_and_is_flat_in_between():
+def test_the_gain_falls_off_on_both_sides_of_a_flat_peak():
     of = {size: gain(VIA_HOST, size) for size in (3, 8, 12, 20, 40, 120)}
     assert of[3] < of[8] > of[12] > of[20] > of[40] > of[120]
     assert of[8] - of[12] < 0.03  # where the published best was

@@ -1,4 +1,4 @@
-"""A stream that forgets to wait reads garbage, or is at least reported, always in the same way."""
+"""A stream that doesn't wait reads garbage or is at least reported, deterministically."""
 
 import pytest
 import torch
@@ -74,12 +74,12 @@ def test_fused_operations_have_the_same_races_as_others(program, wanted, fuses):
     assert [(race.operation, race.other_operation) for race in timeline.races] == wanted
 
 
-def test_a_race_that_is_harmless_by_its_times_is_still_reported():
+def test_a_race_without_overlap_in_time_is_still_reported():
     side = torch.vgpu.Stream("vgpu:0")
     x = torch.ones(4, device="vgpu:0")
     with vgpu.record() as timeline:
         y = x + x
-        vgpu.spend(1.0)  # this time, it has long finished
+        vgpu.spend(1.0)  # by now, the addition has long finished
         with torch.vgpu.stream(side):
             z = y * 3
     assert z.tolist() == [6.0] * 4
@@ -101,7 +101,7 @@ def wait_through_a_third_stream(stream, side):
     ],
     ids=["device", "event", "third stream"],
 )
-def test_streams_can_be_ordered_by_the_host_and_by_others(synchronize):
+def test_the_host_and_other_streams_can_order_streams(synchronize):
     side = torch.vgpu.Stream("vgpu:0")
     x = torch.ones(4, device="vgpu:0")
     with vgpu.record() as timeline:
@@ -119,7 +119,7 @@ def test_the_first_operation_of_a_second_stream_can_race(fuses):
     with vgpu.record(fuses=fuses) as timeline:
         written = torch.vgpu.current_stream("vgpu:0").record_event()
         product = x @ weight
-        side.wait_event(written)  # but not for the product, which reads x
+        side.wait_event(written)  # but not for the matmul, which reads x
         with torch.vgpu.stream(side):
             x.mul_(2)
     (race,) = timeline.races
@@ -139,7 +139,7 @@ def test_a_backward_pass_launches_deferred_operations_of_both_streams_before_one
         (y.cos() * product).sum().backward()
     launched = [(event.name, event.stream) for event in timeline.events if event.backward]
     there = side.stream_id
-    # What the product reads, before it, and cos's part of y's gradient, to which side adds.
+    # First the matmul's input, then cos's part of y's gradient, to which ``side`` adds.
     assert launched == [("fused", 0), ("fused", 0), ("mm", there), ("fused", there), ("fused", 0)]
     assert timeline.races == []
 
@@ -163,7 +163,7 @@ def test_a_tensor_written_before_the_recording_is_ready():
     assert y.tolist() == [6.0] * 4 and timeline.races == []
 
 
-def test_the_backward_pass_runs_on_the_streams_of_the_forward_and_waits_by_itself():
+def test_backward_runs_on_the_forward_streams_and_waits_by_itself():
     side = torch.vgpu.Stream("vgpu:0")
     layer = nn.Linear(8, 8).to("vgpu:0")
     x = torch.ones(4, 8, device="vgpu:0")
@@ -192,7 +192,7 @@ def test_default_streams_need_no_waits():
     assert timeline.races == []
 
 
-def test_the_gradient_of_a_copy_goes_back_on_the_stream_of_its_target():
+def test_a_copys_gradient_is_copied_on_its_targets_stream():
     out, into = torch.vgpu.Stream("vgpu:0"), torch.vgpu.Stream("vgpu:1")
     x = torch.ones(4, device="vgpu:0", requires_grad=True)
     with vgpu.record() as timeline:
@@ -208,7 +208,7 @@ def test_the_gradient_of_a_copy_goes_back_on_the_stream_of_its_target():
     assert timeline.races == []
 
 
-def test_a_loop_that_queries_ends_and_orders_the_host():
+def test_a_query_loop_ends_and_orders_the_host():
     with vgpu.record() as timeline:
         x = torch.ones(1000, 1000, device="vgpu:0")
         stream, event = torch.vgpu.Stream(), torch.vgpu.Event()

@@ -46,7 +46,7 @@ def test_views_launch_nothing():
     assert timeline.events == [] and timeline.makespan_s == 0
 
 
-def test_a_product_of_batches_launches_one_operation():
+def test_a_batched_matmul_launches_one_operation():
     x, weight = torch.ones(2, 3, 4, device="vgpu:0"), torch.ones(4, 5, device="vgpu:0")
     for shapes in (False, True):
         with vgpu.shapes_only() if shapes else nullcontext():
@@ -203,7 +203,7 @@ def test_backward_is_launched_by_one_thread_per_device():
     with vgpu.record(COSTS) as timeline:
         loss.backward()
     # The gradient is 1, launched at 1 µs and copied at 2 µs. Then both threads continue in
-    # parallel: two products per square, and their sum.
+    # parallel: two multiplications per square, and their sum.
     for gpu in ("vgpu:0", "vgpu:1"):
         launches = [e.launch_s for e in kernels(timeline, gpu) if e.name in ("mul", "add")]
         assert launches == [near(3e-6), near(4e-6), near(5e-6)]
@@ -220,7 +220,7 @@ def test_events_are_named_by_module_and_pass():
     assert timeline.events[0].name == "addmm" and timeline.events[0].flop == 2 * 3 * 4 * 4
 
 
-def test_equal_runs_give_equal_timelines():
+def test_identical_runs_have_identical_timelines():
     def run():
         torch.manual_seed(0)
         model = nn.DataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU()).to("vgpu:0"), [0, 1])
@@ -296,7 +296,7 @@ def test_a_recording_simulates_nothing_until_it_is_queried(monkeypatch):
     assert simulated[-1] == len(timeline.programs[0].steps)
 
 
-def test_a_recording_inside_another_is_refused():
+def test_a_nested_recording_is_rejected():
     with vgpu.record(), pytest.raises(RuntimeError, match="already active"), vgpu.record():
         pass
     x = torch.ones(2, device="vgpu:0")
@@ -324,7 +324,7 @@ def test_busy_time_counts_overlaps_once():
     assert covered_s([later, event, event]) == near(3e-6)
 
 
-def test_an_operator_with_its_own_kernel_is_one_kernel():
+def test_an_operator_with_its_own_kernel_launches_one_kernel():
     """C++ can also compose silu_backward from other operators; on CUDA and the CPU, it's one kernel."""
     x = torch.rand(KB, device="vgpu:0", requires_grad=True)
     y = torch.nn.functional.silu(x)

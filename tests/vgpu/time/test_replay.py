@@ -1,6 +1,7 @@
-"""Recordings simulated again: bit for bit, on other GPUs, and several ranks together.
+"""Replayed recordings: identical bit for bit, on other GPUs, and with multiple ranks together.
 
-In the toy, a launch takes 1 µs, a GPU reads and writes 1 GB/s and sends 1 GB/s, and everything else is free.
+In the toy model, a launch takes 1 µs, a GPU reads and writes 1 GB/s and sends 1 GB/s, and
+everything else is free.
 """
 
 import pickle
@@ -61,7 +62,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_replay_without_changes_is_equal_bit_for_bit(name):
+def test_a_replay_without_changes_is_identical_bit_for_bit(name):
     with vgpu.record() as timeline:
         PROGRAMS[name]()
     assert timeline.events
@@ -114,7 +115,7 @@ def test_fsdp_can_be_replayed_on_another_network():
     assert [e.end_s for e in again.events] == [e.end_s for e in slow.events]
 
 
-def test_replay_refuses_a_timeline_without_steps_and_an_unknown_gpu():
+def test_replay_rejects_a_timeline_without_steps_and_an_unknown_gpu():
     with pytest.raises(
         ValueError, match=r"no recorded steps to replay: use a timeline from record\(\)"
     ):
@@ -224,7 +225,7 @@ def test_both_directions_of_a_link_work_at_once():
     assert [(event.start_s, event.end_s) for event in parts] == [(near(3), near(4))] * 4
 
 
-def test_a_host_launches_more_while_a_stream_waits():
+def test_a_host_keeps_launching_while_a_stream_waits():
     """Both ranks receive before they send; rank 0 sends on a side stream, which waits for nothing."""
 
     def first(rank, x):
@@ -251,7 +252,7 @@ def test_copies_of_joined_ranks_name_their_gpu():
     assert [str(event.source) for event in copies] == ["vgpu:0", "vgpu:1"]
 
 
-def test_a_deadlock_says_who_waits_for_whom():
+def test_the_error_for_a_deadlock_says_who_waits_for_whom():
     def waits(rank, x):
         dist.recv(x, 1 - rank)
         dist.send(x, 1 - rank)
@@ -266,7 +267,7 @@ def test_a_deadlock_says_who_waits_for_whom():
     assert "rank 1 has finished" in str(caught.value)
 
 
-def test_joined_refuses_ranks_with_different_calls():
+def test_joined_rejects_ranks_with_different_calls():
     with pytest.raises(
         ValueError, match=r"ranks 0 and 1 make different calls .* all_reduce of 1,000 bytes and br"
     ):
@@ -275,7 +276,7 @@ def test_joined_refuses_ranks_with_different_calls():
         joined(lambda rank, x: dist.all_reduce(x), lambda rank, x: dist.all_reduce(x[:100]))
 
 
-def test_joined_refuses_recordings_that_do_not_match():
+def test_joined_rejects_recordings_that_do_not_match():
     one = of_rank(0, lambda rank, x: dist.send(x, 1), gpus_per_host=3)
     with pytest.raises(ValueError, match="there are multiple recordings of rank 0"):
         vgpu.joined([one, one])
@@ -290,7 +291,7 @@ def test_joined_refuses_recordings_that_do_not_match():
         vgpu.joined([both])
 
 
-def test_ranks_that_do_the_same_take_as_long_as_one_alone():
+def test_ranks_that_do_the_same_work_take_as_long_as_one_alone():
     def step(rank, x):
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to("vgpu")
         for layer in model:

@@ -93,7 +93,7 @@ def test_a_graph_from_before_the_recording_runs_on_the_default_stream():
     with vgpu.record() as timeline:
         side.wait_stream(torch.vgpu.current_stream())
         with side:
-            doubled = weight * 2  # creates no node
+            doubled = weight * 2  # creates no autograd node
         y.backward(weight)
     streams = {event.name: event.stream for event in timeline.events}
     assert streams == {"mul": side.stream_id, "mm": 0}
@@ -116,7 +116,7 @@ class Logged(nn.Module):
         return y
 
 
-def test_a_module_that_creates_no_node_names_none():
+def test_a_module_without_autograd_nodes_names_no_backward_events():
     x, model = torch.ones(64, 64, device="vgpu"), Logged()
     with vgpu.record() as timeline:
         model(x).sum().backward()
@@ -160,7 +160,7 @@ def test_a_hook_that_waits_delays_the_launches_after_it(name):
     assert after.launch_s > waited_until_s
 
 
-def test_a_backward_pass_within_another_keeps_the_stream_of_its_hook():
+def test_a_nested_backward_pass_keeps_its_hooks_stream():
     (x, weight), side = matrices(), torch.Stream("vgpu")
     inner = weight.clone().requires_grad_()
 
@@ -181,7 +181,7 @@ def test_a_backward_pass_within_another_keeps_the_stream_of_its_hook():
     assert (streams["sigmoid"], streams["tanh"]) == (side.stream_id, 0)
 
 
-def test_two_consecutive_backward_passes_are_distinguished():
+def test_consecutive_backward_passes_are_distinguished():
     (x, weight), streams = matrices(), (torch.Stream("vgpu"), torch.Stream("vgpu"))
     with vgpu.record() as timeline:
         products = [x @ weight for _ in streams]
@@ -195,7 +195,7 @@ def test_two_consecutive_backward_passes_are_distinguished():
     assert timeline.races == []
 
 
-def test_an_engine_callback_has_the_callers_stream():
+def test_an_engine_callback_runs_on_the_callers_stream():
     (x, weight), caller = matrices(), torch.Stream("vgpu")
     seen = []
 

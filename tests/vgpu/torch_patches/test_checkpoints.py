@@ -1,4 +1,4 @@
-"""Checkpoints from virtual GPUs have the format of CUDA's, and work with every ``map_location``."""
+"""Checkpoints from virtual GPUs have CUDA's format and work with every ``map_location``."""
 
 import io
 import subprocess
@@ -88,7 +88,7 @@ def test_tensors_of_other_types_survive(dtype):
     assert torch.equal(back.cpu(), x)
 
 
-def test_whole_modules_parameters_and_requires_grad_survive():
+def test_modules_parameters_and_requires_grad_survive():
     layer = nn.Linear(2, 2).to("vgpu:1")
     back = loaded(saved(layer), weights_only=False)
     assert isinstance(back.weight, nn.Parameter)
@@ -117,7 +117,7 @@ def test_without_virtual_gpus_a_file_loads_only_onto_the_cpu():
         vgpu.enable(3)
 
 
-def test_a_process_without_this_package_loads_the_file_onto_its_cpu(tmp_path):
+def test_a_process_without_vgpu_loads_the_file_onto_its_cpu(tmp_path):
     torch.save({"w": torch.arange(3.0, device="vgpu:1")}, tmp_path / "checkpoint.pt")
     program = (
         "import sys, torch\n"

@@ -1,4 +1,4 @@
-"""``torch.compile`` on virtual GPUs: values, gradients and states as without it, times as when fused."""
+"""``torch.compile`` on virtual GPUs: the same values, gradients and states, with fused times."""
 
 import copy
 import functools
@@ -46,7 +46,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("moves", ["before", "after"])
-def test_a_compiled_model_trains_to_the_same_values_as_a_plain_one(way, moves):
+def test_a_compiled_model_trains_to_the_same_values_as_an_uncompiled_one(way, moves):
     plain, model = network().to("vgpu:1"), network()
     if moves == "before":
         model.to("vgpu:1")
@@ -130,13 +130,13 @@ def test_functions_of_cpu_tensors_are_compiled_as_without_virtual_gpus():
 
     x = torch.rand(4)
     torch.testing.assert_close(outer(x), x.sin() * 3 + 1)
-    assert len(graphs) == 1  # the inner one is part of it
+    assert len(graphs) == 1  # includes the inner function
     model = nn.Linear(4, 2)
     torch.testing.assert_close(torch.compile(model, backend=counting(graphs))(x), model(x))
     assert len(graphs) == 2
 
 
-def test_shapes_and_an_empty_argument_list_are_not_compiled():
+def test_shapes_are_not_compiled():
     graphs = []
     with vgpu.shapes_only():
         on_host = torch.empty(2, 8)
@@ -163,7 +163,7 @@ def test_compile_warns_once_but_not_for_backends_that_fuse_nothing(monkeypatch):
         torch.compile(double)(x)
 
 
-def test_compiled_code_does_not_think_that_dynamo_traces_it():
+def test_compiled_code_does_not_report_that_it_is_compiling():
     asked = []
 
     @torch.compile
@@ -187,7 +187,7 @@ def block():
     return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()).to("vgpu")
 
 
-def test_virtual_time_counts_forward_and_backward_of_a_compiled_module_as_fused():
+def test_forward_and_backward_of_a_compiled_module_count_as_fused():
     x = torch.rand(32, 64, device="vgpu")
     model = block()
     plain, everything = events_of(model, x), events_of(model, x, fuses=True)
@@ -200,7 +200,7 @@ def test_virtual_time_counts_forward_and_backward_of_a_compiled_module_as_fused(
     assert {event.module for event in compiled.events} == {"", "0", "2", "3"}
 
 
-def test_a_program_compiled_as_a_whole_takes_as_long_as_with_fuses():
+def test_a_fully_compiled_program_takes_as_long_as_with_fuses():
     x = torch.rand(32, 64, device="vgpu")
     model = block()
 
@@ -226,7 +226,7 @@ def test_operations_between_compiled_calls_are_launched_one_by_one():
     chain = torch.compile(lambda x: (x * 2 + 1).relu())
     with vgpu.record() as timeline:
         y = x.sin().cos()
-        assert torch.vgpu.current_stream().query() is False  # simulated so far
+        assert torch.vgpu.current_stream().query() is False  # simulates everything so far
         y = chain(y).exp().neg()
         z = chain(y)
     assert [event.name for event in timeline.events] == [
@@ -288,6 +288,6 @@ def main(rank, world):
 """
 
 
-def test_ddp_and_fsdp2_train_compiled_modules_as_plain_ones():
+def test_ddp_and_fsdp2_train_compiled_modules_like_uncompiled_ones():
     for found in launch.run(cell(RANKS)["main"], 2, gpu="V100"):
         assert len({tuple(losses) for losses in found.values()}) == 1, found

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 pytestmark = pytest.mark.virtual_gpus(3)
 
 
-def test_moving_a_module_keeps_its_parameters_the_same_objects():
+def test_moving_a_module_keeps_its_parameter_objects():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parameters = list(model.parameters())
@@ -105,7 +105,7 @@ def test_a_tensor_that_a_profiler_holds_cannot_be_moved_and_the_error_says_why()
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
-def test_a_lazy_module_moves_once_it_has_its_size_and_raises_before():
+def test_a_lazy_module_moves_only_after_initialization():
     model = torch.nn.LazyLinear(4)
     for move in (lambda: model.to("vgpu:1"), lambda: model.vgpu(1)):
         with pytest.raises(ValueError, match="Call `forward` with a dummy batch"):

@@ -1,4 +1,4 @@
-"""PyTorch's own DataParallel on virtual GPUs: who sees which shape, and a single device's gradients."""
+"""PyTorch's own DataParallel on virtual GPUs: replicas' shapes, and a single device's gradients."""
 
 import copy
 import gc
@@ -11,7 +11,7 @@ from torch.nn.parallel import gather, parallel_apply, replicate, scatter
 
 import vgpu
 
-# Claims B02-B05: batches of 30, 30, 30 and 10, and what each replica gets.
+# Claims B02-B05: batches of 30, 30, 30 and 10, and each replica's share.
 LISTINGS = {
     1: [[30], [30], [30], [10]],
     2: [[15, 15]] * 3 + [[5, 5]],
@@ -91,8 +91,8 @@ def test_batch_norm_buffers_of_the_first_replica_are_kept():
         torch.testing.assert_close(parallel.module.running_mean.cpu(), reference.running_mean)
 
 
-def test_eight_replicas_many_times_leak_no_bytes_or_threads():
-    gc.collect()  # garbage of earlier tests
+def test_repeated_steps_of_eight_replicas_leak_no_bytes_or_threads():
+    gc.collect()  # garbage from earlier tests
     with vgpu.enable(8):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
@@ -127,7 +127,7 @@ def test_an_error_in_a_replica_names_it_and_the_device_stays_usable():
         assert nn.DataParallel(nn.Identity())(x).sum().item() == 4
 
 
-def test_gather_copies_into_place_and_refuses_mismatched_shapes():
+def test_gather_copies_into_place_and_rejects_mismatched_shapes():
     with vgpu.enable(3):
         parts = [torch.full((2, 256), float(i), device=f"vgpu:{i}") for i in range(3)]
         torch.vgpu.reset_peak_memory_stats(0)

@@ -9,7 +9,7 @@ import torch
 pytestmark = pytest.mark.virtual_gpus(3)
 
 
-def test_the_module_answers_as_torch_cuda_does():
+def test_the_module_behaves_like_torch_cuda():
     assert torch.get_device_module("vgpu:1") is torch.vgpu
     assert torch.vgpu.device_count() == torch.accelerator.device_count() == 3
     assert torch.accelerator.current_accelerator().type == "vgpu"
@@ -28,7 +28,7 @@ def test_the_module_answers_as_torch_cuda_does():
     assert not missing
 
 
-def test_the_submodules_have_the_names_of_torch_cudas():
+def test_submodules_have_torch_cudas_names():
     assert importlib.import_module("torch.vgpu.memory") is torch.vgpu.memory
     assert torch.vgpu.memory.memory_allocated is torch.vgpu.memory_allocated
     assert torch.vgpu.random.initial_seed() == torch.vgpu.initial_seed()

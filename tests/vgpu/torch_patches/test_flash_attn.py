@@ -22,7 +22,7 @@ def tensors(queries=8, keys=8, heads=4):
 
 
 def formula(q, k, v, sees):
-    """Attention by its formula, in float32; sees: which query attends to which key."""
+    """Compute attention by its formula in float32; ``sees`` says which query attends to which key."""
     q, k, v = (part.float().transpose(1, 2) for part in (q, k, v))
     k, v = (part.repeat_interleave(q.size(1) // k.size(1), 1) for part in (k, v))
     scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(~sees.to(q.device), float("-inf"))
@@ -47,7 +47,7 @@ def test_flash_attn_func_attends_to_the_right_keys(options, queries, sees, heads
     torch.testing.assert_close(out, formula(q, k, v, seen), atol=1e-2, rtol=1e-2)
 
 
-def test_packed_and_varlen_functions_do_the_same():
+def test_packed_and_varlen_functions_have_the_same_results():
     q, k, v = tensors()
     expected = flash_attn.flash_attn_func(q, k, v, causal=True)
     kv = torch.stack([k, v], 2)
@@ -60,7 +60,7 @@ def test_packed_and_varlen_functions_do_the_same():
     assert torch.equal(out, expected.flatten(0, 1))
 
 
-def test_flash_attn_func_takes_the_time_of_one_fused_kernel_each_way():
+def test_flash_attn_func_takes_as_long_as_one_fused_kernel_per_pass():
     q, k, v = (part.requires_grad_() for part in tensors())
     with vgpu.record() as timeline:
         flash_attn.flash_attn_func(q, k, v, causal=True).backward(torch.ones_like(q))
@@ -70,7 +70,7 @@ def test_flash_attn_func_takes_the_time_of_one_fused_kernel_each_way():
     ]
 
 
-def test_flash_attn_func_refuses_unsupported_arguments():
+def test_flash_attn_func_rejects_unsupported_arguments():
     q, k, v = tensors()
     with pytest.raises(RuntimeError, match=r"only support fp16 and bf16 .* q is torch\.float32"):
         flash_attn.flash_attn_func(q.float(), k.float(), v.float())
@@ -83,7 +83,7 @@ def test_flash_attn_func_refuses_unsupported_arguments():
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_apply_rotary_emb_rotates_pairs_of_numbers_by_their_position(interleaved):
+def test_apply_rotary_emb_rotates_pairs_of_elements_by_position(interleaved):
     x = torch.rand(2, 6, 4, 16, device="vgpu")
     angles = torch.arange(8.0, device="vgpu")[:, None] * torch.rand(5, device="vgpu")
     cos, sin = angles.cos(), angles.sin()
@@ -117,7 +117,7 @@ def test_layer_norm_fn_normalizes_the_sum_of_input_and_residual(is_rms_norm):
     assert plain.dtype == torch.bfloat16 and torch.equal(total, x.float())
 
 
-def test_varlen_attn_is_refused_with_a_clear_message():
+def test_varlen_attn_is_rejected_with_a_clear_message():
     flat = [part.flatten(0, 1) for part in tensors()]
     bounds = torch.tensor([0, 8, 16], dtype=torch.int32, device="vgpu")
     with pytest.raises(NotImplementedError, match=r"variable-length attention"):
@@ -153,7 +153,7 @@ print(torch.cuda.max_memory_allocated() > 0)
 """
 
 
-def test_a_cuda_program_prints_the_same_losses_with_torch_compile_and_without(tmp_path):
+def test_a_cuda_program_prints_the_same_losses_with_and_without_torch_compile(tmp_path):
     script = tmp_path / "train.py"
     command = [sys.executable, "-m", "vgpu", "--count", "1", "--gpu", "H100", "--cuda-is-vgpu"]
     printed = []

@@ -22,7 +22,7 @@ def compiled(name):
 
 
 def attend(attention, make_mask, device, **options):
-    """Grouped queries, a learned bias, and a causal document mask."""
+    """Run grouped-query attention with a learned bias and a causal document mask."""
     torch.manual_seed(0)
     query, key, value = (torch.rand(2, heads, 48, 16).to(device) for heads in (4, 2, 2))
     bias, document = torch.rand(48).to(device), (torch.arange(48) // 20).to(device)
@@ -38,12 +38,12 @@ def attend(attention, make_mask, device, **options):
 
 
 @pytest.mark.parametrize("way", ["plain", "compiled"])
-def test_flex_attention_has_the_cpus_values(way):
+def test_flex_attention_matches_the_cpu(way):
     expected = attend(flex_attention, create_block_mask, "cpu")
     assert torch.equal(attend(*compiled(way), "vgpu:1").cpu(), expected)
 
 
-def test_flex_attention_with_a_causal_mask_has_the_gradients_of_plain_attention():
+def test_flex_attention_with_a_causal_mask_matches_plain_attentions_gradients():
     attention, make_mask = compiled("compiled")
     gradients = []
     for flex in (True, False):

@@ -38,7 +38,7 @@ def give_gradients(model):
 
 
 def seen(model, act):
-    """Kernels and bytes of the second call, and the parameters and gradients after it."""
+    """Return the kernels and bytes of the second call, and the parameters and gradients after it."""
     give_gradients(model)
     act()
     give_gradients(model)
@@ -68,7 +68,7 @@ def test_an_optimizer_handles_all_parameters_at_once_by_default(name):
     found = of_optimizer(kind)
     assert_same(found, of_optimizer(kind, **SEVERAL))
     assert len(found[0]) < len(of_optimizer(kind, **ONE_BY_ONE)[0])
-    if name != "ASGD":  # which reads the step count from its GPU
+    if name != "ASGD":  # it reads the step count from the GPU
         with vgpu.shapes_only():
             assert_same(found, of_optimizer(kind))
 
@@ -102,8 +102,8 @@ def test_clipping_handles_all_gradients_at_once_by_default(clip, block):
     assert len(runs[0][0]) < len(runs[2][0])
 
 
-def test_sparse_gradients_are_changed_too():
-    """Momentum and clipping change them, by writing to lists of tensors."""
+def test_sparse_gradients_are_updated_too():
+    """Momentum and clipping update them through operators on lists of tensors."""
 
     def trained(device):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Tensors on virtual GPUs, sent to other processes with torch.multiprocessing."""
+"""Tensors on virtual GPUs sent to other processes with torch.multiprocessing."""
 
 import os
 import re
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.virtual_gpus(2), needs_shared_memory]
 
 
 def answer(requests, answers, enabled):
-    """The other process: reports what it got, and changes the first tensor."""
+    """Run the other process: report what it got, and change the first tensor."""
     lab = vgpu.enable(enabled)
     try:
         tensor, view = requests.get()
@@ -36,7 +36,7 @@ def answer(requests, answers, enabled):
 
 
 def sent(method, enabled=2):
-    """What the other process reported, and the tensor that was sent to it."""
+    """Return what the other process reported, and the tensor that was sent to it."""
     context = torch.multiprocessing.get_context(method)
     requests, answers = context.Queue(), context.Queue()
     process = context.Process(target=answer, args=(requests, answers, enabled), daemon=True)
@@ -83,7 +83,7 @@ def enable_two(worker):
 def test_data_loader_workers_can_create_tensors_on_a_virtual_gpu():
     loader = torch.utils.data.DataLoader(
         OnDevice(),
-        batch_size=None,  # torch would collate them in a storage on their device
+        batch_size=None,  # torch would collate them into a storage on their device
         num_workers=1,
         multiprocessing_context=METHODS[-1],
         worker_init_fn=enable_two,
@@ -101,7 +101,7 @@ class OnDevice(torch.utils.data.Dataset):
         return torch.full((2,), float(index), device="vgpu:1")
 
 
-def test_a_tensor_that_cannot_be_sent_is_refused_before_it_leaves():
+def test_a_tensor_that_cannot_be_sent_is_rejected_before_it_leaves():
     tensor = torch.ones(2, device="vgpu:1", requires_grad=True)
     with pytest.raises(RuntimeError, match="send the tensor itself"):
         ForkingPickler.dumps(tensor.untyped_storage())

@@ -1,4 +1,4 @@
-"""One rank of a cluster that doesn't exist: its environment, and what it can't do."""
+"""One rank of a virtual cluster: its environment, and what it can't do."""
 
 import os
 import sys
@@ -31,7 +31,7 @@ def test_leaving_a_cluster_restores_everything():
     with pytest.raises(KeyError), toy():
         raise KeyError
     assert not dist.is_initialized()
-    assert sys.excepthook is excepthook  # torch's process group makes errors name their rank
+    assert sys.excepthook is excepthook  # torch's process group replaces it
     assert vgpu.is_enabled() == enabled
     assert dict(os.environ) == before
     assert gpus.current_index() == 0
@@ -50,7 +50,7 @@ def test_leaving_a_cluster_restores_everything():
         ({"network": "pigeons"}, "no network preset 'pigeons': use one of InfiniBand EDR"),
     ],
 )
-def test_an_impossible_cluster_is_refused(options, words):
+def test_an_impossible_cluster_is_rejected(options, words):
     options = {"hosts": 2, "gpus_per_host": 4, **options}
     with pytest.raises(ValueError, match=words), vgpu.cluster(**options):
         pass

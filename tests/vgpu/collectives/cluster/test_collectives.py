@@ -1,4 +1,4 @@
-"""What a rank of a cluster that doesn't exist sends: what's refused, and how long the rest takes."""
+"""Collectives on a rank of a virtual cluster: what's rejected, and how long the rest takes."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from toy_cluster import EXACT, LINK, collectives, toy
 import vgpu
 
 
-def test_collectives_refuse_tensors_with_values():
+def test_collectives_reject_tensors_with_values():
     with toy():
         with pytest.raises(RuntimeError, match=r"all_reduce of a tensor with values.*shapes_only"):
             dist.all_reduce(torch.ones(2, device="vgpu"))
@@ -29,13 +29,13 @@ MEGABYTES_8 = 2_000_000  # float32 elements
 @pytest.mark.parametrize(
     ("call", "milliseconds"),
     [
-        # 6 steps inside and 1 between hosts, and 7/8 of the bytes at 4 × 0.5 GB/s, but at most 1
+        # 6 steps within a host and 1 between hosts; 7/8 of the bytes at 4 × 0.5 GB/s, capped at 1
         # GB/s.
         (lambda x, parts: dist.all_gather_single(x, parts[0]), 0.016 + 7),
         (lambda x, parts: dist.reduce_scatter_single(parts[0], x), 0.016 + 7),
         (lambda x, parts: dist.all_gather(parts, parts[0].clone()), 0.016 + 7),
         (lambda x, parts: dist.reduce_scatter(parts[0], list(parts)), 0.016 + 7),
-        # The ring takes 2 × 7.016, a tree 2 (3 × 0.001 + 0.01) + 16 / 0.92.
+        # A ring takes 2 × 7.016 ms; a tree would take 2 (3 × 0.001 + 0.01) + 16 / 0.92 ms.
         (lambda x, parts: dist.all_reduce(x), 14.032),
         (lambda x, parts: dist.broadcast(x, 0), 0.016 + 8),
         (lambda x, parts: dist.reduce(x, 0), 0.016 + 8),
@@ -51,7 +51,7 @@ MEGABYTES_8 = 2_000_000  # float32 elements
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:barrier.*device under current context")
-def test_collectives_take_the_times_computed_by_hand(call, milliseconds):
+def test_collective_times_match_hand_calculations(call, milliseconds):
     with toy(), vgpu.shapes_only():
         x = torch.empty(MEGABYTES_8, device="vgpu")
         parts = list(torch.empty(8, MEGABYTES_8 // 8, device="vgpu").unbind())
@@ -62,7 +62,7 @@ def test_collectives_take_the_times_computed_by_hand(call, milliseconds):
         assert timeline.races == []
 
 
-def test_a_group_inside_a_host_uses_its_link():
+def test_a_group_within_a_host_uses_its_link():
     with toy(), vgpu.shapes_only():
         mesh = init_device_mesh("vgpu", (2, 4), mesh_dim_names=("dp", "tp"))
         x = torch.empty(MEGABYTES_8, device="vgpu")
@@ -72,12 +72,12 @@ def test_a_group_inside_a_host_uses_its_link():
     inside, between = collectives(timeline)
     assert (inside.link, inside.ranks) == ("toy link", (0, 1, 2, 3))
     assert inside.duration_s == pytest.approx((2 * 3 * 0.001 + 2 * 6) * MS)
-    # Four such groups share the host's adapters: each GPU has one.
+    # Four such groups share the host's adapters, one per GPU.
     assert (between.link, between.ranks) == ("toy network", (0, 4))
     assert between.duration_s == pytest.approx((2 * 0.010 + 16) * MS)
 
 
-def test_one_adapter_for_four_gpus_is_shared():
+def test_four_gpus_share_one_adapter():
     network = vgpu.Network("one", 0.5e9, 0.0, "made for this test", adapters_per_host=1)
     with vgpu.cluster(2, 4, gpu="A100", link=LINK, network=network), vgpu.shapes_only():
         mesh = init_device_mesh("vgpu", (2, 4), mesh_dim_names=("dp", "tp"))
@@ -87,7 +87,7 @@ def test_one_adapter_for_four_gpus_is_shared():
     assert collectives(timeline)[0].duration_s == pytest.approx(64 * MS)
 
 
-def test_waiting_delays_the_current_stream_but_not_work_before_it():
+def test_a_wait_delays_only_later_work_on_the_current_stream():
     with toy(), vgpu.shapes_only():
         x = torch.empty(MEGABYTES_8, device="vgpu")
         y = torch.empty(MEGABYTES_8, device="vgpu")
@@ -103,7 +103,7 @@ def test_waiting_delays_the_current_stream_but_not_work_before_it():
     assert timeline.races == []
 
 
-def test_a_forgotten_wait_is_a_race():
+def test_a_missing_wait_is_a_race():
     with toy(), vgpu.shapes_only():
         x = torch.empty(MEGABYTES_8, device="vgpu")
         with vgpu.record(**EXACT) as timeline:

@@ -1,4 +1,4 @@
-"""A cluster's GPUs aren't those from before its block, although they have the same names."""
+"""A cluster's GPUs differ from those outside its block, although they have the same names."""
 
 import contextlib
 import gc
@@ -31,7 +31,7 @@ def counts():
 
 
 def fsdp_in_a_cluster():
-    """A model with modules in reference cycles; yields the bytes that it leaves when the block ends."""
+    """Return the bytes that an FSDP model with reference cycles leaves in a cluster."""
     with vgpu.cluster(hosts=1, gpus_per_host=2), vgpu.shapes_only():
         model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).to("vgpu")
         fully_shard(model)
@@ -40,7 +40,7 @@ def fsdp_in_a_cluster():
         return torch.vgpu.memory_allocated()
 
 
-def test_what_a_cluster_leaves_behind_does_not_count_on_other_gpus():
+def test_memory_left_by_a_cluster_does_not_count_on_other_gpus():
     with vgpu.enable(1):
         kept = of(3)
         of(2)
@@ -54,7 +54,7 @@ def test_what_a_cluster_leaves_behind_does_not_count_on_other_gpus():
         del kept
 
 
-def test_a_cluster_begins_with_no_bytes():
+def test_a_cluster_starts_with_no_allocated_bytes():
     with vgpu.enable(1):
         kept = of(3)
         for _ in range(2):
@@ -64,7 +64,7 @@ def test_a_cluster_begins_with_no_bytes():
         assert kept.numel() == 3 * MIB
 
 
-def test_leaving_a_cluster_restores_gpus_and_random_numbers_and_selects_nothing():
+def test_leaving_a_cluster_restores_gpus_and_random_state_without_selecting_a_gpu():
     with vgpu.enable(3, gpu="A100", memory_bytes=64 * MIB):
         torch.manual_seed(5)
         expected = torch.rand(4, device="vgpu:0")
@@ -95,7 +95,7 @@ def test_each_threads_current_device_is_restored_after_a_cluster():
 
 
 @pytest.mark.parametrize("shapes", [False, True])
-def test_tensors_of_two_hosts_cannot_be_mixed(shapes):
+def test_tensors_on_two_hosts_cannot_be_mixed(shapes):
     with vgpu.enable(1):
         here = torch.ones(3, device="vgpu:0")
         block = vgpu.shapes_only() if shapes else contextlib.nullcontext()
@@ -110,7 +110,7 @@ def test_tensors_of_two_hosts_cannot_be_mixed(shapes):
         assert (here + here).tolist() == [2, 2, 2]
 
 
-def test_a_record_around_a_cluster_says_whose_bytes_it_has():
+def test_a_record_around_a_cluster_rejects_ambiguous_gpu_names():
     with vgpu.enable(1), vgpu.record_memory() as alone:
         with vgpu.cluster(hosts=1, gpus_per_host=2):
             of(4)
@@ -125,7 +125,7 @@ def test_a_record_around_a_cluster_says_whose_bytes_it_has():
         assert both.peak_bytes("vgpu:1") == 0
 
 
-def test_a_record_in_a_cluster_leaves_out_the_gpus_outside_of_it():
+def test_a_record_in_a_cluster_excludes_gpus_outside_it():
     with vgpu.enable(1):
         outside = of(1)
         with vgpu.cluster(hosts=1, gpus_per_host=2), vgpu.record_memory() as within:

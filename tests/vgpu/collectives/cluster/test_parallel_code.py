@@ -1,4 +1,4 @@
-"""PyTorch's own parallel code on one rank of a cluster that doesn't exist."""
+"""PyTorch's own parallel code on one rank of a virtual cluster."""
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ def step(model, width=256, **changes):
     return timeline
 
 
-def test_ddp_in_one_cluster_leaves_nothing_for_the_next():
+def test_ddp_in_one_cluster_does_not_affect_the_next():
     """The next cluster's groups have the same names, and its gradients are freed once they're sent."""
 
     def peak_bytes(wrap):
@@ -42,7 +42,7 @@ def test_ddp_in_one_cluster_leaves_nothing_for_the_next():
     assert peak_bytes(sharded) == alone
 
 
-def test_ddp_sends_its_buckets_while_it_computes():
+def test_ddp_overlaps_its_all_reduces_with_backward():
     with toy(), vgpu.shapes_only():
         model = DistributedDataParallel(mlp().to("vgpu"), bucket_cap_mb=0.3)
         timeline = step(model, python_launch_s=0.0, engine_launch_s=0.0)
@@ -52,12 +52,12 @@ def test_ddp_sends_its_buckets_while_it_computes():
         assert sum(event.size_bytes for event in sent) == size_bytes
         backward = [e for e in timeline.events if e.kind == "kernel" and e.backward]
         assert any(e.start_s < sent[0].end_s and e.end_s > sent[0].start_s for e in backward)
-        # DDP copies the sums out of its buckets after the last one has arrived.
+        # DDP copies the gradients out of its buckets after the last all-reduce.
         copied = [e for e in backward if e.name == "copy" and e.start_s >= sent[-1].end_s]
         assert copied
 
 
-def test_fsdp_gathers_ahead_and_holds_an_eighth_of_the_parameters():
+def test_fsdp_prefetches_and_keeps_an_eighth_of_the_parameters():
     with toy(), vgpu.shapes_only():
         model = mlp().to("vgpu")
         whole = sum(p.numel() * 4 for p in model.parameters())
@@ -68,22 +68,22 @@ def test_fsdp_gathers_ahead_and_holds_an_eighth_of_the_parameters():
         timeline = step(model, python_launch_s=0.0, engine_launch_s=0.0)
         assert timeline.races == []
         names = [event.name for event in collectives(timeline)]
-        # Four blocks forward, and all but the last again backward; the root doesn't reshard that
-        # one.
+        # Four blocks in forward, and all but the last again in backward; the root keeps that one
+        # unsharded.
         assert names.count("all_gather") >= 7
         assert names.count("reduce_scatter") == 4
         gathered = [e for e in collectives(timeline) if e.name == "all_gather"]
         first, second = gathered[:2]
         work = [e for e in timeline.events if e.kind == "kernel" and e.stream == 0]
         computing = [e for e in work if e.name == "addmm"]
-        assert second.start_s < computing[0].end_s  # the next block's is in progress meanwhile
+        assert second.start_s < computing[0].end_s  # overlaps with the next block's gather
         assert computing[0].start_s >= first.end_s
         assert (
             sum(e.size_bytes for e in collectives(timeline) if e.name == "reduce_scatter") == whole
         )
 
 
-def test_tensor_parallel_sends_one_all_reduce_each_way():
+def test_tensor_parallelism_issues_one_all_reduce_per_pass():
     with toy(), vgpu.shapes_only():
         mesh = init_device_mesh("vgpu", (2, 4), mesh_dim_names=("dp", "tp"))
         block = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).to("vgpu")
@@ -122,7 +122,7 @@ def collectives_so_far():
     return [e for e in recording.under_way.program.simulated().trace if e.kind == "collective"]
 
 
-def test_fsdp_frees_what_it_has_gathered():
+def test_fsdp_frees_gathered_parameters():
     with toy(), vgpu.shapes_only():
         model = mlp(512).to("vgpu")
         one_block = sum(p.numel() * 4 for p in model[0].parameters())
@@ -134,6 +134,6 @@ def test_fsdp_frees_what_it_has_gathered():
         torch.vgpu.reset_peak_memory_stats()
         with torch.no_grad():
             model(x)
-        # Two blocks at once, each gathered into a buffer and copied out, and small activations.
+        # Two blocks at once, each gathered into a buffer and copied out, plus small activations.
         assert torch.vgpu.max_memory_allocated() - before < 4.5 * one_block
         assert torch.vgpu.memory_allocated() - before < 0.1 * one_block

@@ -1,7 +1,7 @@
-"""PyTorch's own pipelines as ranks of a cluster: each is recorded, then all are simulated together.
+"""PyTorch's own pipelines on ranks of a cluster, recorded one by one and simulated together.
 
-In the toy, launches take no time, and a GPU reads and writes 1 GB/s and sends 1 GB/s. A stage's
-forward and its backward are one operation of 2 µs each per micro-batch of 1 kB.
+In the toy model, launches take no time, and a GPU reads and writes 1 GB/s and sends 1 GB/s. Each
+forward and each backward of a stage is one 2 µs operation per 1 kB micro-batch.
 """
 
 import pytest
@@ -39,7 +39,7 @@ EXACT = {
 
 
 class Negative(torch.autograd.Function):
-    """One operation each way; ``hook`` makes it require a gradient if its input doesn't."""
+    """Negate in each direction; ``hook`` makes the output require a gradient if the input doesn't."""
 
     @staticmethod
     def forward(ctx, x, hook):
@@ -73,7 +73,7 @@ class Stage(nn.Module):
 
 
 def recorded(rank, schedule, ranks, micro_batches, link=AT_ONCE, chunks=1, make=Stage):
-    """One step of one rank, after one that sets up the pipeline."""
+    """Record one step on one rank, after a step that sets up the pipeline."""
     with vgpu.cluster(1, ranks, gpu=toy_gpu(link), rank=rank) as made, vgpu.shapes_only():
         stages = []
         for index in range(rank, ranks * chunks, ranks):
@@ -115,7 +115,7 @@ def together(schedule, ranks, micro_batches, **options):
 
 
 def work(timeline, rank):
-    """(direction, start in µs) of the forwards and backwards of a rank."""
+    """Return (direction, start in µs) for each forward and backward on a rank."""
     return [
         ("B" if event.backward else "F", round(event.start_s / US))
         for event in timeline.of(f"vgpu:{rank}")
@@ -123,14 +123,14 @@ def work(timeline, rank):
     ]
 
 
-# The gradient of a loss starts with creating a one: 8 bytes, 8 ns.
+# The loss's backward pass begins by creating a one: 8 bytes, 8 ns.
 ONES_S = 8e-9
 
 
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (4, 4), (4, 8)])
-def test_the_bubble_is_what_the_formula_says(schedule, ranks, micro_batches):
-    """GPipe's and 1F1B's steps take (m + p - 1) forwards and backwards (Huang et al., 2019)."""
+def test_the_bubble_matches_the_formula(schedule, ranks, micro_batches):
+    """GPipe and 1F1B steps take (m + p - 1) forwards and backwards (Huang et al., 2019)."""
     timeline = together(schedule, ranks, micro_batches)
     wanted_s = (micro_batches + ranks - 1) * 4 * US
     assert wanted_s <= timeline.makespan_s <= wanted_s + micro_batches * ONES_S + 1e-12
@@ -148,8 +148,8 @@ PLAYED = {
 
 
 @pytest.mark.parametrize("schedule", PLAYED)
-def test_every_action_starts_when_the_schedule_simulator_says(schedule):
-    """vgpu.plan.schedules simulates boxes; here, torch's own code ran, and its steps were simulated."""
+def test_every_action_starts_when_the_schedule_simulator_predicts(schedule):
+    """vgpu.plan.schedules simulates only a schedule; here, torch's own code runs and is simulated."""
     chunks = 2 if schedule is ScheduleInterleaved1F1B else 1
     timeline = together(schedule, 4, 8, chunks=chunks)
     times = Times(2 * chunks, chunks, chunks)  # in µs, for all chunks of a device
@@ -157,11 +157,12 @@ def test_every_action_starts_when_the_schedule_simulator_says(schedule):
         assert work(timeline, rank) == [(box.action.kind, round(box.start)) for box in row]
 
 
-def test_messages_take_the_time_computed_by_hand():
-    """Two stages, two micro-batches, 1 µs per message: computed by hand.
+def test_message_times_match_a_hand_calculation():
+    """Two stages, two micro-batches, 1 µs per message.
 
-    A message starts when both ends are ready, and torch requests the next one when it has enqueued
-    the work on the last: its stream waits for that, as NCCL's does, so nothing overlaps there.
+    A message starts when both ends are ready. torch requests the next message once it has enqueued
+    the work on the last one: its stream waits for that work, as NCCL's does, so nothing overlaps
+    there.
     """
     timeline = together(ScheduleGPipe, 2, 2, link=SLOW)
     assert work(timeline, 0) == [("F", 0), ("F", 2), ("B", 11), ("B", 14)]
@@ -176,7 +177,7 @@ def test_messages_take_the_time_computed_by_hand():
     assert timeline.makespan_s == pytest.approx(16 * US, abs=2 * ONES_S)
 
 
-def test_missing_sizes_are_named():
+def test_the_error_for_missing_sizes_names_the_stage():
     with vgpu.cluster(1, 2, rank=1) as made, vgpu.shapes_only():
         stage = PipelineStage(Stage().to(made.device), 1, 2, made.device)
         schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: output.sum())

@@ -1,4 +1,4 @@
-"""FSDP2's own prefetch in forward, whose gathers are on streams with priority."""
+"""FSDP2's own prefetching in forward, whose gathers run on high-priority streams."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 def forward(tokens):
-    """One forward on one of 8 H100s."""
+    """Record one forward pass on one of 8 H100s."""
     with vgpu.cluster(hosts=1, gpu="H100"), vgpu.shapes_only(), torch.no_grad():
         model = Transformer(SIZES).to("vgpu")
         for part in (*model.blocks, model):
@@ -27,7 +27,7 @@ def forward(tokens):
 
 
 def in_the_open_s(timeline):
-    """Exposed seconds of all gathers but the first."""
+    """Return the exposed seconds of all gathers except the first."""
     kernels = [event for event in timeline.events if event.kind == "kernel"]
     gathers = [event for event in timeline.events if event.kind == "collective"][1:]
     return covered_s(kernels + gathers) - covered_s(kernels)

@@ -1,4 +1,4 @@
-"""Bytes on a rank of a virtual cluster match published ones; none are fitted."""
+"""Bytes on a rank of a virtual cluster match published values; none are fitted."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from benchmarks.published_memory import PUBLISHED_GB, ROWS, activations_gib, zer
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_activation_bytes_match_those_published_for_megatron(row):
+def test_activation_bytes_match_published_megatron_values(row):
     kept = activations_gib(row, "none", sequence_parallel=False)
     assert kept == pytest.approx(row.kept_gib, rel=0.001)
     selective = activations_gib(row, "selective", sequence_parallel=True)
@@ -14,5 +14,5 @@ def test_activation_bytes_match_those_published_for_megatron(row):
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_bytes_per_gpu_match_those_published_for_zero(stage):
+def test_bytes_per_gpu_match_published_zero_values(stage):
     assert zero_bytes(stage) / 1e9 == pytest.approx(PUBLISHED_GB[stage], abs=0.05)

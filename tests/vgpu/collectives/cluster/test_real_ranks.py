@@ -1,4 +1,4 @@
-"""Real ranks and rank 0 of a cluster that doesn't exist: the same operations, bytes and times."""
+"""Real ranks and rank 0 of a virtual cluster run the same operations, with equal bytes and times."""
 
 import pytest
 import torch
@@ -84,13 +84,13 @@ def of_a_real_rank(rank, world_size, name):
 
 
 def done(timeline, device):
-    """What ran on a GPU, in launch order."""
+    """Return what ran on a GPU, in launch order."""
     events = sorted(timeline.of(device), key=lambda event: event.launch_s)
     return [(e.kind, e.name, e.size_bytes, e.flop, e.module, e.backward) for e in events]
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_real_ranks_do_what_a_clusters_ranks_do(name):
+def test_real_ranks_match_a_clusters_ranks(name):
     real = launch.run(of_a_real_rank, RANKS, name, gpu="A100")
     ranks = range(RANKS) if name == "pipeline" else [0]
     for rank in ranks:
