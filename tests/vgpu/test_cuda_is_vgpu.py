@@ -1,4 +1,4 @@
-"""Which names in a program written for CUDA are replaced with virtual GPU names, and which aren't."""
+"""Which names in CUDA programs are replaced with virtual GPU names, and which aren't."""
 
 import ast
 import re

@@ -96,7 +96,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def names_in(tree: ast.Module) -> Iterator[str]:
-    """Return the dotted names in a file: imported, read, replaced by name, or written as a string."""
+    """Return a file's dotted names: imported, read, replaced by name, or written as a string."""
     full: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -117,7 +117,7 @@ def names_in(tree: ast.Module) -> Iterator[str]:
 
 
 def dotted(node: ast.expr, full: dict[str, str]) -> str:
-    """Return ``torch.nn.init`` from its syntax tree, with imported names; "" for other expressions."""
+    """Return ``torch.nn.init`` from its syntax tree, with imported names, or "" if it's no name."""
     if isinstance(node, ast.Attribute):
         before = dotted(node.value, full)
         return before and f"{before}.{node.attr}"

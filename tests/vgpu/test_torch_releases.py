@@ -1,4 +1,4 @@
-"""A torch that's older than the supported range, one that's newer than any tested, and missing names."""
+"""Unsupported older torch releases, untested newer ones, and missing names."""
 
 import importlib
 import subprocess

@@ -1,4 +1,4 @@
-"""Features that only NCCL or CUDA has: implemented differently, or rejected with a clear message."""
+"""NCCL-only and CUDA-only features: implemented differently, or rejected with a clear message."""
 
 import torch
 from cells import cell

@@ -238,7 +238,7 @@ def main(rank, world):
 
 
 def test_vccl_supports_what_nccl_does_and_gloo_does_not():
-    """Lists of unequal parts, messages to the same rank, and profiler events under vccl's own name."""
+    """Lists of unequal parts, messages to the same rank, and vccl's own profiler events."""
     for rank, (received, own, others, events, said) in enumerate(
         launch.run(cell(BEYOND_GLOO)["main"], 3, gpu="V100")
     ):

@@ -258,7 +258,7 @@ if sys.platform == "linux":
 
 @pytest.fixture(autouse=True)
 def _early_looks(monkeypatch):
-    """Look at the ranks early: these tests check what's found, not how long the first look waits."""
+    """Look at the ranks early: these tests check what's found, not when the first look happens."""
     monkeypatch.setattr(launcher, "FIRST_LOOK_S", 0.1)
 
 

@@ -66,7 +66,7 @@ def test_all_reduce_of_different_shapes_of_equal_size_is_not_a_mismatch():
 
 
 def messaging(rank, source, target, *, others=(), tag=0):
-    """Return the state of a rank blocked in a send or recv; ``others`` are messages it sent before."""
+    """Return the state of a rank in a send or recv; ``others`` are messages that it sent before."""
     message = Message("0", source, target, tag)
     state = RankState("runs", LINE, "recv", True, [], BOTH, message=message)
     (state.received if rank == target else state.sent)[message] += 1

@@ -1,4 +1,4 @@
-"""What ranks print is reassembled from the bytes in their pipes, and shown in chronological order."""
+"""Ranks' output is reassembled from the bytes in their pipes, and shown in chronological order."""
 
 import pytest
 from cells import run

@@ -51,7 +51,7 @@ def wait_until(condition, what, limit_s=300):
 
 
 def litter(folder):
-    """Return a temporary folder's contents, except the cache that importing torch._dynamo creates."""
+    """Return a temporary folder's contents, except the cache that torch._dynamo creates."""
     return [path for path in folder.iterdir() if not path.name.startswith("torchinductor_")]
 
 

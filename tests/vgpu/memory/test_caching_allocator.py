@@ -1,4 +1,4 @@
-"""Reserved bytes match CUDACachingAllocator.cpp: hand calculations and the real allocator's counts."""
+"""Reserved bytes match CUDACachingAllocator.cpp: calculated by hand, and by the real allocator."""
 
 import random
 

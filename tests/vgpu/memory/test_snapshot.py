@@ -1,4 +1,4 @@
-"""Memory snapshots have the format of torch.cuda.memory._snapshot, and PyTorch's viewer reads them."""
+"""Memory snapshots have torch.cuda.memory._snapshot's format, and PyTorch's viewer reads them."""
 
 import pickle
 

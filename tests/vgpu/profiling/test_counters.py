@@ -149,7 +149,7 @@ def test_collectives_of_dtensors_and_in_backward_are_counted():
 
 
 def in_callbacks(rank, world_size):
-    """Count an all-reduce and those called in futures' callbacks, some of them on another thread."""
+    """Count an all-reduce and those in futures' callbacks, some of them on another thread."""
 
     def all_reduce(count):
         return dist.all_reduce(torch.zeros(count, device=own_gpu()), async_op=True)

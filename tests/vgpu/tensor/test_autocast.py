@@ -194,7 +194,7 @@ class Casts(TorchDispatchMode):
 
 
 def casts_and_histories(device, make_weight, modes, **options):
-    """Return (casts, whether the result has a history) for each use of one weight in these modes."""
+    """Return (casts, whether the result has a history) for each use of one weight in ``modes``."""
     weight = make_weight(torch.ones(4, 2, device=device))
     x = torch.ones(2, weight.shape[0], dtype=torch.bfloat16, device=device)
     found = []

@@ -1,4 +1,4 @@
-"""Tensors created from 0-dimensional virtual ones, which torch reads with Python dispatch disabled."""
+"""Tensors created from 0-dimensional ones, which torch reads with Python dispatch disabled."""
 
 from contextlib import nullcontext
 

@@ -9,7 +9,7 @@ GPU = "vgpu:1"
 
 
 def in_grad(function):
-    """Return the result of ``function`` for a tensor on GPU 1, called inside ``torch.func.grad``."""
+    """Return the result of ``function`` for a tensor on GPU 1, inside ``torch.func.grad``."""
     found = []
     torch.func.grad(lambda x: (found.append(function(x)), x.sum())[1])(torch.ones(2, device=GPU))
     return found[0]

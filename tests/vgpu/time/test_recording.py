@@ -325,7 +325,7 @@ def test_busy_time_counts_overlaps_once():
 
 
 def test_an_operator_with_its_own_kernel_launches_one_kernel():
-    """C++ can also compose silu_backward from other operators; on CUDA and the CPU, it's one kernel."""
+    """C++ can also compose silu_backward from other operators; CUDA and the CPU have one kernel."""
     x = torch.rand(KB, device="vgpu:0", requires_grad=True)
     y = torch.nn.functional.silu(x)
     with vgpu.record(COSTS) as timeline:

@@ -226,7 +226,7 @@ def test_both_directions_of_a_link_work_at_once():
 
 
 def test_a_host_keeps_launching_while_a_stream_waits():
-    """Both ranks receive before they send; rank 0 sends on a side stream, which waits for nothing."""
+    """Both ranks receive before they send; rank 0 sends on a side stream, which doesn't wait."""
 
     def first(rank, x):
         side = torch.vgpu.Stream()

@@ -22,7 +22,7 @@ def tensors(queries=8, keys=8, heads=4):
 
 
 def formula(q, k, v, sees):
-    """Compute attention by its formula in float32; ``sees`` says which query attends to which key."""
+    """Compute attention by its formula in float32; ``sees`` says which keys a query attends to."""
     q, k, v = (part.float().transpose(1, 2) for part in (q, k, v))
     k, v = (part.repeat_interleave(q.size(1) // k.size(1), 1) for part in (k, v))
     scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(~sees.to(q.device), float("-inf"))

@@ -1,4 +1,4 @@
-"""``flex_attention`` on a virtual GPU: the CPU's values, and gradients that the CPU doesn't have."""
+"""``flex_attention`` on a virtual GPU: the CPU's values, and gradients that the CPU lacks."""
 
 import pytest
 import torch
@@ -101,7 +101,7 @@ def test_a_block_mask_on_another_gpu_raises_torchs_error():
 
 
 def test_gradients_of_flex_attention_have_the_strides_of_its_inputs():
-    """Keys may have tokens before heads; context parallelism reduces their gradient without a copy."""
+    """Keys may have tokens before heads; context parallelism reduces gradients without a copy."""
     strides = []
     inputs = [torch.rand(1, 32, 4, 16, device="vgpu", requires_grad=True) for _ in range(3)]
     views = [one.transpose(1, 2) for one in inputs]

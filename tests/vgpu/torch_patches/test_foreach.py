@@ -38,7 +38,7 @@ def give_gradients(model):
 
 
 def seen(model, act):
-    """Return the kernels and bytes of the second call, and the parameters and gradients after it."""
+    """Return the second call's kernels and bytes, and the parameters and gradients after it."""
     give_gradients(model)
     act()
     give_gradients(model)

@@ -24,7 +24,7 @@ def step(model, width=256, **changes):
 
 
 def test_ddp_in_one_cluster_does_not_affect_the_next():
-    """The next cluster's groups have the same names, and its gradients are freed once they're sent."""
+    """The next cluster's groups have the same names, and its gradients are freed once sent."""
 
     def peak_bytes(wrap):
         with vgpu.cluster(hosts=1) as cluster, vgpu.shapes_only():

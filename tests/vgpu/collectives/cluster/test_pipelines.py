@@ -39,7 +39,7 @@ EXACT = {
 
 
 class Negative(torch.autograd.Function):
-    """Negate in each direction; ``hook`` makes the output require a gradient if the input doesn't."""
+    """Negate in each direction; ``hook`` makes the output require a gradient if ``x`` doesn't."""
 
     @staticmethod
     def forward(ctx, x, hook):
@@ -149,7 +149,7 @@ PLAYED = {
 
 @pytest.mark.parametrize("schedule", PLAYED)
 def test_every_action_starts_when_the_schedule_simulator_predicts(schedule):
-    """vgpu.plan.schedules simulates only a schedule; here, torch's own code runs and is simulated."""
+    """vgpu.plan.schedules simulates only schedules; here, torch's own code is simulated."""
     chunks = 2 if schedule is ScheduleInterleaved1F1B else 1
     timeline = together(schedule, 4, 8, chunks=chunks)
     times = Times(2 * chunks, chunks, chunks)  # in µs, for all chunks of a device

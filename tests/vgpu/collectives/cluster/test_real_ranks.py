@@ -1,4 +1,4 @@
-"""Real ranks and rank 0 of a virtual cluster run the same operations, with equal bytes and times."""
+"""Real ranks and rank 0 of a virtual cluster have the same operations, bytes and times."""
 
 import pytest
 import torch
