@@ -117,7 +117,7 @@ def names_in(tree: ast.Module) -> Iterator[str]:
 
 
 def dotted(node: ast.expr, full: dict[str, str]) -> str:
-    """Return ``torch.nn.init`` from its syntax tree, with imported names, or "" if it's no name."""
+    """Return ``torch.nn.init`` from its syntax tree, with imported names; "" otherwise."""
     if isinstance(node, ast.Attribute):
         before = dotted(node.value, full)
         return before and f"{before}.{node.attr}"

@@ -54,7 +54,7 @@ def test_a_few_blocks_predict_the_full_models_time_and_bytes(layout, again, reco
     assert least < step.allocated_bytes
 
 
-def test_a_plan_that_is_skipped_is_not_faster_or_does_not_fit(monkeypatch):
+def test_skipped_plans_are_not_faster_or_do_not_fit(monkeypatch):
     """Every plan is also predicted in full, with one rank for all plans of a layout."""
     monkeypatch.setattr(layout_search, "_confirm", lambda *_: None)  # which reserves more
     plan = with_memory(APART, 34_000_000)

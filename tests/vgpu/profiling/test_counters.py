@@ -162,7 +162,7 @@ def in_callbacks(rank, world_size):
         all_reduce(8).get_future().then(second).wait()
         ready = torch.futures.Future()
         ready.set_result(None)
-        ready.then(second)  # runs at once
+        ready.then(second)  # runs immediately
         later = torch.futures.Future()
         on_thread = later.then(second)
         thread = threading.Thread(target=later.set_result, args=(None,))

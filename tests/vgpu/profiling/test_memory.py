@@ -29,7 +29,7 @@ def test_causes_add_up_to_allocated_bytes(gpus):
     assert seen.total_bytes(gpus[1]) == 0
 
 
-def test_a_snapshot_has_the_peak_since_the_one_before(gpus):
+def test_a_snapshot_has_the_peak_since_the_previous_one(gpus):
     memory.snapshot("before", gpus, {})
     torch.ones(1024, device=gpus[0]).add(1)
     first = memory.snapshot("first", gpus, {})

@@ -217,7 +217,7 @@ def test_async_tp_without_fusion_is_rejected():
         vgpu.replay(plain, async_tp=True)
 
 
-# Replays and several ranks
+# Replays and multiple ranks
 
 
 def test_a_replay_can_switch_async_tp_on_and_off():

@@ -100,7 +100,7 @@ def test_complex_numbers_are_not_fused_as_with_torch_compile():
     del turned
 
 
-def test_an_unneeded_result_is_never_launched():
+def test_operations_with_unused_results_are_never_launched():
     x = matrix()
     with vgpu.record(FUSED) as timeline:
         x.neg().abs()

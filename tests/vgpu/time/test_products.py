@@ -34,7 +34,7 @@ def test_a_full_wave_computes_at_the_peak_and_is_then_written():
     assert seconds(rows, inner, columns) == pytest.approx(whole_s + written_s(rows, columns))
 
 
-def test_one_row_more_needs_another_wave_of_smaller_tiles():
+def test_one_more_row_needs_another_wave_of_smaller_tiles():
     # 21 x 16 tiles of 128 x 64: 5 waves instead of 4, of tiles for which the L2 cache is almost
     # fast enough: 128 · 64 / (128 + 64) of 43 FLOPs per byte. Any other tile takes longer.
     rows, inner, columns = 2561, 4096, 1024
