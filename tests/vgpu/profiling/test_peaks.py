@@ -181,7 +181,7 @@ def test_peaks_count_gradients_that_exist_before_the_step():
         assert peak.by_cause["activations"] == 0
 
 
-def test_out_of_memory_shows_what_was_held():
+def test_a_peak_is_measured_up_to_an_out_of_memory_error():
     with vgpu.enable(1, memory_bytes=64 * MIB):
         model = mlp(1024).to("vgpu:0")
         x = torch.ones(2048, 1024, device="vgpu:0")

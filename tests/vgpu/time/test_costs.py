@@ -232,7 +232,7 @@ def test_a_setting_changed_during_a_recording_applies_from_then_on(settings):
         ("NVLink 4", 8, 450),
     ],
 )
-def test_two_gpus_use_only_the_links_between_them(link, count, gigabytes_per_s):
+def test_a_group_uses_only_the_links_among_its_gpus(link, count, gigabytes_per_s):
     assert vgpu.LINKS[link].among_bytes_per_s(count) == gigabytes_per_s * 1e9
 
 

@@ -64,7 +64,7 @@ def test_a_cluster_starts_with_no_allocated_bytes():
         assert kept.numel() == 3 * MIB
 
 
-def test_leaving_a_cluster_restores_gpus_and_random_state_without_selecting_a_gpu():
+def test_leaving_a_cluster_restores_gpus_and_random_state():
     with vgpu.enable(3, gpu="A100", memory_bytes=64 * MIB):
         torch.manual_seed(5)
         expected = torch.rand(4, device="vgpu:0")
