@@ -29,7 +29,7 @@ TIME_S = 800  # usually seconds are enough, but a busy machine imports torch slo
 
 @pytest.fixture(scope="module")
 def lesson():
-    """The names that the lesson's cells define: the script, and its functions."""
+    """The names that the lesson's cells define, including the script's functions."""
     names = {"__name__": "__main__"}
     cells = lessons.cells(LESSON)
     for cell in [c for c in cells if c.is_code and {"setup", "script"} & set(c.tags)]:
@@ -42,7 +42,7 @@ def lesson():
 
 @pytest.fixture(scope="module")
 def expected(lesson, tmp_path_factory):
-    """The parameters after a single process has done the whole training run."""
+    """The parameters after a single process has done the full training run."""
     folder = with_digits(tmp_path_factory.mktemp("single"))
     threads = torch.get_num_threads()
     dist.init_process_group("gloo", init_method=(folder / "store").as_uri(), rank=0, world_size=1)

@@ -34,7 +34,7 @@ def kilobytes(count):
 
 
 def recorded(**options):
-    """An all-reduce of 40 µs, and three kernels of 20 µs each, during and after it."""
+    """Record an all-reduce of 40 µs, and three kernels of 20 µs each, during and after it."""
     sent, read = kilobytes(40), kilobytes(10)
     with vgpu.record(COSTS, **options) as timeline:
         sending = dist.all_reduce(sent, async_op=True)

@@ -161,7 +161,7 @@ def settings():
 
 
 def _allow_in_convolutions(allowed):
-    """The setting behind torch.backends.cudnn.allow_tf32; torch's test suites lock that name."""
+    """Set what torch.backends.cudnn.allow_tf32 sets; torch's test suites lock that name."""
     torch._C._set_cudnn_allow_tf32(allowed)
 
 

@@ -18,7 +18,7 @@ def current(gpu):
 
 
 def recorded_below_dispatch(tensor, stream):
-    """``record_stream`` as FSDP1 calls it."""
+    """Call ``record_stream`` as FSDP1 does."""
     with no_dispatch():
         tensor.record_stream(stream)
 

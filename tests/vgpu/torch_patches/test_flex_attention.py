@@ -14,7 +14,7 @@ pytestmark = [
 
 
 def compiled(name):
-    """Compiled while virtual GPUs are enabled."""
+    """Return flex_attention and create_block_mask, compiled unless ``name`` is "plain"."""
     if name == "plain":
         return flex_attention, create_block_mask
     attention = torch.compile(flex_attention, mode="max-autotune-no-cudagraphs", fullgraph=True)
