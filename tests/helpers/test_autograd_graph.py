@@ -1,4 +1,4 @@
-"""Graphs as read from grad_fn, and the bytes that autograd keeps."""
+"""Graphs read from grad_fn, and the bytes that autograd saves."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_a_graph_has_its_operations_and_its_named_leaves():
     assert graph.edges == ((0, 1), (1, 2), (1, 3))
 
 
-def test_depth_is_the_longest_path_and_a_node_reached_twice_counts_once():
+def test_depth_is_the_longest_path_and_a_shared_node_counts_once():
     x = leaf(1.0)
     graph = graph_of((x.exp() + x).sum(), {"x": x})
     depths = {node.label: node.depth for node in graph.nodes}
@@ -54,10 +54,10 @@ def test_the_shared_part_leaves_out_what_a_cut_removed():
     assert everything == (set(range(len(graph.nodes))), set(range(len(graph.edges))))
 
 
-def test_saved_bytes_live_as_long_as_the_graph():
+def test_saved_bytes_are_held_as_long_as_the_graph():
     x = torch.ones(1000, requires_grad=True)
     with SavedTensors(ignore=[x]) as saved:
-        y = x.exp()  # saves its result: 1000 float32
+        y = x.exp()  # saves its result: 1,000 float32 values
         z = y * y  # saves the same storage twice more
         assert saved.live_bytes() == 4000
     z.sum().backward()
@@ -65,7 +65,7 @@ def test_saved_bytes_live_as_long_as_the_graph():
     torch.testing.assert_close(x.grad, 2 * (2 * x).exp())
 
 
-def test_saved_bytes_end_with_a_graph_that_never_ran_backward():
+def test_saved_bytes_are_freed_with_a_graph_that_never_ran_backward():
     x = torch.ones(1000, requires_grad=True)
     with SavedTensors() as saved:
         y = x.exp().exp()
@@ -74,7 +74,7 @@ def test_saved_bytes_end_with_a_graph_that_never_ran_backward():
     assert saved.live_bytes() == 0
 
 
-def test_autograd_still_notices_a_saved_tensor_that_was_changed_in_place():
+def test_autograd_still_detects_an_in_place_change_to_a_saved_tensor():
     x = torch.ones(3, requires_grad=True)
     with SavedTensors():
         y = x.tanh()

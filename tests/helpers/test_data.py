@@ -1,4 +1,4 @@
-"""The digits, the random vectors, and the network that reads the digits."""
+"""The digits, the random vectors, and the network that classifies the digits."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_the_split_is_stratified():
         assert abs(share) < 0.005
 
 
-def test_items_look_like_those_of_torchvisions_datasets():
+def test_items_look_like_items_of_torchvisions_datasets():
     image, label = Digits()[0]
     assert image.mode == "L" and image.size == (8, 8) and isinstance(label, int)
     transform = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])

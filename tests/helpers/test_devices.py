@@ -20,7 +20,7 @@ def clean(monkeypatch):
 
 @pytest.fixture
 def real_gpus(monkeypatch):
-    """Pretend that this machine has that many NVIDIA GPUs; they're only queried."""
+    """A function that pretends that this machine has ``count`` NVIDIA GPUs, for queries only."""
 
     def pretend(count):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
@@ -56,7 +56,7 @@ def test_real_gpus_run_without_cublas_workspaces(real_gpus, monkeypatch):
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
-def test_ranks_on_real_gpus_have_no_workspaces_even_if_the_lesson_is_virtual(real_gpus):
+def test_ranks_on_real_gpus_have_no_workspaces_even_if_the_lessons_gpus_are_virtual(real_gpus):
     real_gpus(2)
     devices.describe(4)  # the lesson's own GPUs are virtual; two ranks would have real ones
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":0:0"
@@ -80,7 +80,7 @@ def test_vgpu_devices_forces_virtual_gpus(real_gpus, monkeypatch):
     assert "VGPU_DEVICES=vgpu asks" in str(devices.describe(2))
 
 
-def test_vgpu_devices_refuses_missing_real_gpus(real_gpus, monkeypatch):
+def test_vgpu_devices_fails_if_real_gpus_are_missing(real_gpus, monkeypatch):
     real_gpus(1)
     monkeypatch.setenv("VGPU_DEVICES", "cuda")
     with pytest.raises(ValueError, match="needs 2 and this machine has 1"):
@@ -92,14 +92,14 @@ def test_describe_names_a_single_gpu_once(real_gpus):
     assert "1 virtual GPU (vgpu:0)" in str(devices.describe(1))
 
 
-def test_vgpu_devices_refuses_an_unknown_choice(monkeypatch):
+def test_vgpu_devices_rejects_an_unknown_value(monkeypatch):
     monkeypatch.setenv("VGPU_DEVICES", "tpu")
     with pytest.raises(ValueError, match="'tpu'; it can be auto, cuda, vgpu"):
         devices.lab(1)
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2", True, None])
-def test_lab_refuses_a_count_that_is_not_a_positive_int(count):
+def test_lab_rejects_a_count_that_is_not_a_positive_int(count):
     with pytest.raises(ValueError, match="whole number of GPUs, at least 1"):
         devices.lab(count)
 

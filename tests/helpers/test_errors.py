@@ -1,4 +1,4 @@
-"""Catching instructive errors must fail if nothing was raised."""
+"""``expected_error`` and ``expected_warning`` fail unless what they expect is raised."""
 
 import warnings
 
@@ -24,7 +24,7 @@ def test_expected_error_fails_if_nothing_is_raised():
         pass
 
 
-def test_expected_error_fails_for_another_message():
+def test_expected_error_fails_for_a_different_message():
     with (
         pytest.raises(AssertionError, match="without 'apples'; it says: pears"),
         expected_error(ValueError, "apples"),
@@ -37,13 +37,13 @@ def test_expected_error_does_not_catch_an_error_of_another_type():
         raise KeyError("pears")
 
 
-def test_expected_error_keeps_nothing_of_the_block_alive():
+def test_expected_error_keeps_nothing_in_the_block_alive():
     with expected_error((ValueError, TypeError)) as caught:
         raise TypeError("short")
     assert caught.error.__traceback__ is None
 
 
-def test_expected_warning_shows_one_and_leaves_the_others(capsys):
+def test_expected_warning_shows_the_expected_one_and_passes_on_the_others(capsys):
     with pytest.warns(UserWarning, match="other"), expected_warning(FutureWarning, "old") as caught:
         warnings.warn("other", UserWarning, stacklevel=1)
         warnings.warn("old thing", FutureWarning, stacklevel=1)

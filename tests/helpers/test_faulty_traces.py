@@ -1,4 +1,4 @@
-"""The links with which a learner saves the traces of lesson 16."""
+"""The download links for lesson 16's traces."""
 
 import base64
 import gzip
@@ -7,7 +7,7 @@ import re
 from helpers import faulty_traces
 
 
-def test_a_download_holds_the_whole_trace(tmp_path):
+def test_a_download_contains_the_complete_trace(tmp_path):
     paths = {letter: tmp_path / f"{letter}.json" for letter in "AB"}
     for letter, path in paths.items():
         path.write_text(f'{{"traceEvents": [], "letter": "{letter}"}}')

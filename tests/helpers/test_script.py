@@ -1,6 +1,6 @@
-"""Lessons show lines of train.py as they are in the file, and read what it prints.
+"""Lessons show lines of train.py exactly as in the file, and parse its output.
 
-Lessons 07 and 12 to 15 run it with ``run_line`` and read its losses; lesson 14 runs one that fails.
+Lessons 07 and 12 to 15 run it with ``run_line`` and read its losses; in lesson 14, one run fails.
 """
 
 import pytest
@@ -27,12 +27,12 @@ def test_show_lines_returns_the_lines_of_the_file():
     assert "self.writing = dcp.async_save" in shown
 
 
-def test_show_lines_refuses_an_unknown_name_and_lists_the_known_ones():
+def test_show_lines_rejects_an_unknown_name_and_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"does not define 'dividing'; it has .*divide"):
         script.show_lines("dividing")
 
 
-def test_printed_step_s_reads_seconds_in_any_unit():
+def test_printed_step_s_reads_times_in_any_unit():
     assert script.printed_step_s("a step takes 443 ms of virtual time") == pytest.approx(0.443)
     with pytest.raises(ValueError, match="no step was predicted"):
         script.printed_step_s("step 10: loss 4")

@@ -1,4 +1,4 @@
-"""Lines typed into shells: real parsing, this interpreter, a clean environment."""
+"""Shell commands, run by a real shell with this interpreter and a clean environment."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from helpers.shell import run_lines
 SHOW = 'import os, sys; print(os.environ.get("CUDA_VISIBLE_DEVICES"), sys.prefix)'
 
 
-def test_python_is_this_interpreter_and_the_variable_starts_unset(monkeypatch):
+def test_python_is_this_interpreter_and_cuda_visible_devices_is_initially_unset(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     plain, chosen = run_lines(
         ["python show.py", 'CUDA_VISIBLE_DEVICES="1,3" python show.py'], {"show.py": SHOW}
@@ -28,11 +28,11 @@ def test_a_failing_line_returns_its_status_and_errors():
     assert "not found" in result.errors
 
 
-def test_a_traceback_is_text_without_colors(monkeypatch):
+def test_a_traceback_has_no_color_codes(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as in a kernel
     script = 'import os; print(os.environ.get("FORCE_COLOR")); 1 / 0'
     (result,) = run_lines(["python fails.py"], {"fails.py": script})
-    assert result.output == "None"  # Python 3.12 and older ignore it
+    assert result.output == "None"  # Python 3.12 and older would ignore the variable
     assert result.errors.endswith("\nZeroDivisionError: division by zero")
     assert "\x1b" not in result.errors
 
@@ -47,7 +47,7 @@ def test_lines_share_one_time_limit():
         run_lines(["sleep 0.3", "sleep 0.6"], {}, timeout_s=0.4)
 
 
-@pytest.mark.skipif(not hasattr(os, "killpg"), reason="Windows has no groups of processes")
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="Windows has no process groups")
 def test_processes_that_a_line_leaves_running_are_stopped():
     (left,) = run_lines(["sleep 60 > /dev/null 2>&1 & echo $!"], {})
     with contextlib.suppress(psutil.NoSuchProcess):

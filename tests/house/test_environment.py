@@ -18,7 +18,7 @@ def text(name):
 
 
 def recipe(target):
-    """The commands of a Makefile target."""
+    """Return the commands of a Makefile target."""
     (found,) = re.findall(rf"^{target}:.*\n((?:\t.*\n)+)", text("Makefile"), re.MULTILINE)
     return [line.strip().replace("$(BIN)", ".venv/bin") for line in found.splitlines()]
 
@@ -28,7 +28,7 @@ def test_every_file_names_the_tested_releases_of_pytorch():
     assert numbers == sorted(numbers)
     *older, newest = (release.rpartition(".")[0] for release in TRIED)
     oldest = f"torch>={older[0]}"
-    assert oldest in PROJECT["dependencies"]  # environment.yml: the next test
+    assert oldest in PROJECT["dependencies"]  # the next test covers environment.yml
     assert f"PyTorch {', '.join(older)} and {newest}" in text("README.md")
     assert f"`{oldest}`" in text("docs/new_torch.md")
     assert tuple(numbers[0][:2]) == torch_releases.OLDEST

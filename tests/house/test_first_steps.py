@@ -1,6 +1,6 @@
-"""`make venv` in a new clone, which here is a small one, without a network.
+"""`make venv` in a new, minimal clone, without a network.
 
-Its torch is an empty package; Makefile, setup, venv and pip are the real ones.
+Its torch is an empty package; the Makefile, setup, venv and pip are real.
 """
 
 import os
@@ -56,7 +56,7 @@ def write_wheel(folder, name, version, needs=""):
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
-    """A USB stick with two releases of PyTorch, as a folder and as a package index."""
+    """A USB stick with two releases of PyTorch, usable as a folder of wheels and as an index."""
     stick = tmp_path_factory.mktemp("a stick")
     for torch, vision in (("2.14.1", "0.29.1"), ("2.15.0", "0.30.0")):
         write_wheel(stick, "torch", torch)
@@ -83,7 +83,7 @@ def clone(tmp_path):
 
 
 def make(folder, *arguments, **environment):
-    """Run make venv there; returns what it printed, and whether it succeeded."""
+    """Run ``make venv`` in ``folder``; returns its output, and whether it succeeded."""
     plain = {"PATH": os.environ["PATH"], "HOME": str(folder.parent), "PIP_CONFIG_FILE": os.devnull}
     done = subprocess.run(
         ["make", "--no-print-directory", "venv", f"PYTHON={sys.executable}", *arguments],

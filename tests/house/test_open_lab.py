@@ -1,4 +1,4 @@
-"""JupyterLab as opened by `make lab`: the address that it prints, and that Ctrl+C leaves nothing behind."""
+"""`make lab` prints JupyterLab's address, and Ctrl+C leaves nothing behind."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def listens(port):
 
 @pytest.fixture
 def lab(tmp_path):
-    """JupyterLab as opened over SSH; yields its process and the lines up to the lesson's address."""
+    """JupyterLab opened over SSH; yields its process and its output up to the lesson's address."""
     environment = {
         "PATH": os.environ["PATH"], "HOME": str(tmp_path), "USER": "me",
         "SSH_CONNECTION": "203.0.113.5 50000 198.51.100.7 22",

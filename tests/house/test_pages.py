@@ -1,4 +1,4 @@
-"""The paths that the pages name exist, and their links work."""
+"""Paths and links in Markdown pages lead to existing files."""
 
 import re
 
@@ -32,7 +32,7 @@ def test_links_work(path):
 
 @pytest.mark.parametrize("path", PAGES, ids=named)
 def test_files_named_in_the_text_exist(path):
-    """`dispatch/rules.py`, `tests/lessons`, `lesson_NN.py`: the end of a path, or all of it."""
+    """A name such as `dispatch/rules.py` or `lesson_NN.py` is a path or the end of one."""
     text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.DOTALL)
     for name in re.findall(r"`([\w.]+(?:/[\w.]+)*)`", text):
         is_path = name.partition("/")[0] in FOLDERS or name.endswith((".py", ".md", ".yml"))

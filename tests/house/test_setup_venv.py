@@ -1,4 +1,4 @@
-"""What setup decides: which PyTorch, from where, and what to do if pip fails."""
+"""What setup decides: which PyTorch to install, from where, and what to do if pip fails."""
 
 import argparse
 import ast
@@ -40,7 +40,7 @@ def test_pip_is_asked_for_the_requested_release(release, wanted):
 
 
 @pytest.mark.parametrize("release", ["2.11.0", "1.13", "newest"])
-def test_a_release_outside_of_the_range_is_refused_with_a_clear_message(release):
+def test_an_unsupported_release_is_rejected_with_a_clear_message(release):
     with pytest.raises(SystemExit, match=rf"^setup: TORCH={release} isn't 2\.\d+ or newer"):
         setup_venv.torch_requirement(release)
 
@@ -55,14 +55,14 @@ def test_a_release_outside_of_the_range_is_refused_with_a_clear_message(release)
         ({}, False, False, False),
     ],
 )
-def test_linux_gets_the_small_builds_if_they_are_enough(monkeypatch, given, driver, answers, small):
+def test_linux_gets_the_small_builds_if_they_suffice(monkeypatch, given, driver, answers, small):
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(shutil, "which", lambda name: name if driver else None)
     monkeypatch.setattr(setup_venv, "answers", lambda index: answers)
     assert (setup_venv.CPU_INDEX in setup_venv.source(options(**given))) is small
 
 
-def test_pip_settings_that_choose_releases_are_distinguished_from_mirrors(tmp_path, monkeypatch):
+def test_pip_settings_that_choose_releases_are_dropped_but_mirrors_are_kept(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     (tmp_path / "pip.conf").write_text(
@@ -79,7 +79,7 @@ def test_pip_settings_that_choose_releases_are_distinguished_from_mirrors(tmp_pa
 
 
 def test_incompatible_builds_are_replaced_if_a_release_was_requested(tmp_path, monkeypatch):
-    """As with a folder of wheels that has a CPU build of torch, and torchvision from an index."""
+    """For example, torch is a CPU build from a folder of wheels, and torchvision is from an index."""
     calls, matches = [], iter([False, True])
     monkeypatch.setattr(
         setup_venv, "pip", lambda *arguments, **_: calls.append(arguments[1]) or True

@@ -23,14 +23,14 @@ def wheel(tmp_path_factory):
     return folder / "contents"
 
 
-def test_the_wheel_has_the_package_vgpu_its_types_its_pytest_plugin_and_nothing_else(wheel):
+def test_the_wheel_contains_only_vgpu_with_its_types_and_the_pytest_plugin(wheel):
     packages = sorted(path.name for path in wheel.iterdir() if path.suffix != ".dist-info")
     assert packages == ["pytest_vgpu.py", "vgpu"]
     assert (wheel / "vgpu" / "for_children" / "sitecustomize.py").is_file()
     assert (wheel / "vgpu" / "py.typed").is_file()
 
 
-def test_the_first_example_of_the_librarys_guide_runs_from_the_wheel(wheel, tmp_path):
+def test_the_first_example_in_the_librarys_guide_runs_from_the_wheel(wheel, tmp_path):
     text = (ROOT / "docs" / "vgpu.md").read_text("utf-8")
     away = f"```python\nimport vgpu\nprint(vgpu.__path__ == [{str(wheel / 'vgpu')!r}])\n"
     away += "import importlib.util\nprint(importlib.util.find_spec('helpers'))\n```\n"
@@ -38,7 +38,7 @@ def test_the_first_example_of_the_librarys_guide_runs_from_the_wheel(wheel, tmp_
     page.write_text(
         f"{away}\n```text\nTrue\nNone\n```\n\n{text[: pages.BLOCK.search(text).end()]}", "utf-8"
     )
-    # Without the module site, nothing links site-packages to this clone.
+    # Without the module site, nothing adds this clone to sys.path.
     path = [wheel, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
     wrong = pages.run(page, [sys.executable, "-S"], cwd=tmp_path, env=environment)

@@ -1,4 +1,4 @@
-"""The public CI runs existing commands, on the versions that the project supports."""
+"""The public CI runs commands that exist, on the systems that the project supports."""
 
 import re
 
@@ -39,7 +39,7 @@ def test_the_workflow_runs_make_test_all():
     assert "make test-all PYTHON=python" in commands_of("whole")
 
 
-def test_the_lessons_run_on_three_systems():
+def test_the_lessons_run_on_three_operating_systems():
     systems = TESTS["jobs"]["lessons"]["strategy"]["matrix"]["system"]
     assert [name.split("-")[0] for name in systems] == ["ubuntu", "macos", "windows"]
     newest = yaml.safe_load((ROOT / ".github" / "workflows" / "newest.yml").read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""Which lines are the learner's: not a library's, not the course's own."""
+"""Which lines count as the learner's, as opposed to a library's or the course's."""
 
 import pytest
 
@@ -14,12 +14,12 @@ def test_the_courses_own_files_are_neither_the_learners_nor_a_librarys(path):
 
 
 @pytest.mark.parametrize("path", ["<cell 1>", "/tmp/ipykernel_7/2718281828.py", "train.py"])
-def test_cells_and_scripts_are_the_learners(path):
+def test_cells_and_scripts_count_as_the_learners_code(path):
     assert blame.is_learners(path) and not is_library(path)
 
 
 def test_an_error_raised_in_a_package_is_reported_at_the_learners_line():
-    """The error came from a compiled package's folder, which the checks used to miss."""
+    """The package is in lib64, a folder that the checks used to miss."""
     names = {}
     source = "def pick(numbers):\n    raise LookupError('no such row')\n"
     exec(compile(source, "/usr/lib64/python3.13/site-packages/frames/pick.py", "exec"), names)

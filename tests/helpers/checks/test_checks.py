@@ -1,4 +1,4 @@
-"""The machinery of exercises: verdicts, blame, progress."""
+"""How exercises are checked: verdicts, the learner's line in errors, and progress."""
 
 import linecache
 from pathlib import Path
@@ -17,10 +17,10 @@ def own_progress(tmp_path, monkeypatch):
 
 @pytest.fixture
 def doubled(monkeypatch):
-    """An exercise that exists for one test: double a random tensor."""
-    # Import all of them: what's first imported in this test would be forgotten with it.
+    """Two exercises that exist only during one test: double a random tensor, and double ones."""
+    # Import all exercises now: any first imported during this test would be forgotten afterwards.
     monkeypatch.setattr(core, "_exercises", {item.id: item for item in exercises()})
-    # Checks are in the package; these are here, but aren't learners' code, either.
+    # The course's checks are in its packages; these are here, but aren't learners' code, either.
     monkeypatch.setattr(blame, "_COURSE", (*blame._COURSE, Path(__file__).parent))
 
     @exercise("99.1", "double it")
@@ -35,7 +35,7 @@ def doubled(monkeypatch):
 
 
 def learner(source):
-    """A function as a notebook cell would define it."""
+    """Return the function ``answer``, defined as in a notebook cell."""
     filename = "<a cell of the learner's>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     namespace = {"torch": torch}
@@ -97,11 +97,11 @@ class TestVerdicts:
         assert own.given == "ones" and own.hint == "look at the sizes"
         assert "line 2 of your cell" in own.error
 
-    def test_a_wrong_answer_gets_the_input_and_the_hint_of_its_for_input_block(self):
+    def test_a_wrong_answer_is_shown_with_the_input_and_hint_from_for_input(self):
         outcome = evaluate("99.2", lambda x: x)
         assert (outcome.given, outcome.hint) == ("ones", "look at the sizes")
 
-    def test_a_traceback_inside_a_message_is_cut_to_its_end(self):
+    def test_a_traceback_inside_a_message_is_shortened_to_its_last_line(self):
         answer = learner(
             "def answer(x):\n"
             "    try:\n"
@@ -114,29 +114,29 @@ class TestVerdicts:
         assert error.splitlines()[0] == "IndexError: list index out of range"
         assert "Traceback" not in error and "of your cell" in error and len(error) < 300
 
-    def test_texts_of_several_lines_stay_in_their_column(self):
+    def test_multiline_text_stays_in_its_column(self):
         rows = str(evaluate("99.1", learner("def answer(x):\n    return x + y\n"))).splitlines()
         column = next(row for row in rows if "NameError" in row).index("NameError")
         (second,) = [row for row in rows if "in line 2" in row]
         assert second.index("in line 2") == column and second[:column].isspace()
 
-    def test_a_value_is_refused_if_a_function_is_expected(self):
+    def test_a_value_is_judged_wrong_if_a_function_is_expected(self):
         outcome = evaluate("99.1", torch.ones(2))
         assert outcome.status == "wrong" and "function itself" in outcome.hint
 
-    def test_a_result_of_another_type_is_wrong(self):
+    def test_a_result_of_the_wrong_type_is_judged_wrong(self):
         assert evaluate("99.1", lambda x: None).status == "wrong"
         assert evaluate("99.1", lambda x: x.tolist()).status == "wrong"
 
 
-def test_evaluate_refuses_an_unknown_exercise():
+def test_evaluate_rejects_an_unknown_exercise():
     with pytest.raises(ValueError, match=r"no exercise has the id '1\.99'"):
         evaluate("1.99", 3)
     with pytest.raises(ValueError, match="no exercise has the id 'seven'"):
         evaluate("seven", 3)
 
 
-def test_expect_equal_does_not_take_a_bool_for_a_number():
+def test_expect_equal_does_not_accept_a_bool_as_a_number():
     expect_equal(1, 1)
     with pytest.raises(Wrong):
         expect_equal(True, 1)
@@ -157,7 +157,7 @@ def test_check_records_a_solved_exercise_and_reset_forgets_it(capsys):
 
 
 @pytest.mark.usefixtures("doubled")
-def test_check_reports_a_folder_that_cannot_be_written(tmp_path, monkeypatch, capsys):
+def test_check_reports_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path / "file"))
     check("99.1", lambda x: x * 2)

@@ -1,4 +1,4 @@
-"""Values as text: different values never read the same, and the largest difference is located."""
+"""Descriptions of values: different values look different, and differences are located."""
 
 import math
 
@@ -35,7 +35,7 @@ def changed(tensor, index, value):
     ],
     ids=str,
 )
-def test_values_that_differ_never_read_the_same(yours, expected):
+def test_different_values_never_look_the_same(yours, expected):
     mine, theirs = told_apart(yours, expected)
     assert mine != theirs
 
@@ -65,7 +65,7 @@ def test_difference_says_where_the_largest_difference_is(yours, expected, phrase
     assert bool(said) == bool(phrases)
 
 
-def test_describe_shows_large_tensors_by_their_shape_and_modules_by_their_class():
+def test_describe_shows_the_shape_of_a_large_tensor_and_the_class_of_a_module():
     batch = {"images": torch.rand(4, 4), "where": torch.device("cpu"), "model": nn.Linear(3, 3)}
     shape = "a tensor of shape (4, 4), float32, on cpu"
     assert describe(batch) == f"{{'images': {shape}, 'where': cpu, 'model': a Linear}}"

@@ -1,7 +1,7 @@
 """Every exercise: the stub counts as not attempted, typical wrong answers fail, the solution passes.
 
-If checking an answer takes long, only the first wrong one is tried; ``TESTS=all`` in the
-environment also tries the others, and alternative right answers.
+For exercises with a slow check, only the first wrong answer is tried; with ``TESTS=all`` in the
+environment, the other wrong answers and alternative right answers are tried as well.
 """
 
 import re
@@ -19,12 +19,12 @@ from teaching.judge import outcome_of
 EXERCISES = [
     (path, exercise_id) for path in lessons.NOTEBOOKS for exercise_id in lessons.exercise_ids(path)
 ]
-# Each answer starts ranks, or makes the check measure networks.
+# Checking an answer to one of these starts ranks or measures networks, which is slow.
 LONG = (
     *("6.1", "6.2", "6.3", "6.5", "7.1", "7.2", "7.4", "8.3", "9.2", "11.2", "12.1", "12.4"),
     *("13.1", "13.2", "13.3", "13.4"),
 )
-# Right, but so close to a limit that some of the check's draws once crossed it.
+# Right answers so close to a check's limit that some of its random inputs once crossed it.
 CLOSE_TO_A_BORDER = {
     "12.3": (
         "def tokens_to_hide(gpus, flop_per_s, bytes_per_s):\n"
@@ -63,7 +63,7 @@ each_exercise = pytest.mark.parametrize(
 def _lab_is_closed():
     yield
     if vgpu.is_enabled():
-        vgpu.disable()  # a lesson's first cells call devices.lab, which leaves its GPUs there
+        vgpu.disable()  # a lesson's setup calls devices.lab, which leaves its GPUs enabled
 
 
 @each_exercise
@@ -76,7 +76,7 @@ def test_the_unchanged_stub_counts_as_not_attempted(path, exercise_id):
 def test_the_folded_solution_passes(path, exercise_id):
     outcome = outcome_of(path, exercise_id, lessons.solution(path, exercise_id))
     assert outcome.status == "right", str(outcome)
-    assert outcome.achieved, "the verdict on a right answer shows what it achieved"
+    assert outcome.achieved, "the verdict on a right answer must show what the answer achieved"
 
 
 @pytest.mark.parametrize("exercise_id", [each for each in RIGHT if ALL or each not in LONG])
@@ -88,7 +88,7 @@ def test_right_answers_that_differ_from_the_solution_pass(exercise_id):
 
 
 @pytest.mark.parametrize("exercise_id", CLOSE_TO_A_BORDER)
-def test_a_right_answer_close_to_a_limit_passes_whatever_inputs_are_drawn(exercise_id):
+def test_a_right_answer_close_to_a_limit_passes_for_all_random_inputs(exercise_id):
     (path,) = (path for path, each in EXERCISES if each == exercise_id)
     for _ in range(5):
         outcome = outcome_of(path, exercise_id, CLOSE_TO_A_BORDER[exercise_id])
@@ -101,20 +101,20 @@ def test_typical_wrong_answers_fail_with_their_hint(path, exercise_id):
     assert wrong
     for source, phrase in wrong if ALL or exercise_id not in LONG else wrong[:1]:
         outcome = outcome_of(path, exercise_id, source)
-        assert outcome.status == "wrong", f"passed as {outcome.status}:\n{source}"
+        assert outcome.status == "wrong", f"judged {outcome.status}, not wrong:\n{source}"
         pattern = re.compile(re.escape(phrase)) if isinstance(phrase, str) else phrase
         assert pattern.search(str(outcome)), f"{phrase!r} is not in:\n{outcome}"
-        assert outcome.yours != outcome.expected or outcome.error, f"they read the same:\n{outcome}"
-        assert outcome.given and outcome.hint, f"for which input, and why?\n{outcome}"
+        assert outcome.yours != outcome.expected or outcome.error, f"both look the same:\n{outcome}"
+        assert outcome.given and outcome.hint, f"the input or hint is missing:\n{outcome}"
 
 
-def test_lessons_and_checks_name_the_same_exercises():
+def test_lessons_and_checks_have_the_same_exercises():
     ids = [exercise_id for _, exercise_id in EXERCISES]
     assert [item.id for item in exercises()] == ids
     assert set(LONG) <= set(ids)
 
 
-def test_a_verdict_has_the_title_of_its_exercise():
+def test_a_checks_title_matches_its_exercises_heading():
     for item, (path, exercise_id) in zip(exercises(), EXERCISES, strict=True):
         (text,) = lessons.tagged(path, f"exercise-{exercise_id}")
         assert f"### Exercise {exercise_id} · {item.title}\n" in text.source

@@ -1,4 +1,4 @@
-"""Predictions: made or skipped, shown next to the outcome, counted."""
+"""Predictions are made or skipped, shown next to the outcome, and counted."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def own_progress(tmp_path, monkeypatch):
 
 @pytest.fixture
 def displayed(monkeypatch):
-    """What's displayed in a kernel that Jupyter's server started."""
+    """What's displayed in a kernel started by a Jupyter server."""
     monkeypatch.setenv("JPY_SESSION_NAME", "04_dataparallel_shapes.ipynb")
     shown = []
     monkeypatch.setattr(guesses, "display", shown.append)
@@ -50,7 +50,7 @@ def test_guess_reads_choices_leniently(value):
     assert guess("4b", value, one_of=("same", "different")).value == "same"
 
 
-def test_guess_refuses_an_invalid_id_an_unknown_choice_and_too_few_numbers():
+def test_guess_rejects_an_invalid_id_an_unknown_choice_and_too_few_numbers():
     with pytest.raises(ValueError, match="lesson and a letter"):
         guess("4.1", 3)
     with pytest.raises(ValueError, match="choose one of yes, no; found maybe"):
@@ -59,7 +59,7 @@ def test_guess_refuses_an_invalid_id_an_unknown_choice_and_too_few_numbers():
         guess("4a", 8, numbers=2)
 
 
-def test_compare_refuses_an_outcome_with_more_numbers_than_the_guess():
+def test_compare_rejects_an_outcome_with_more_numbers_than_the_guess():
     with pytest.raises(ValueError, match=r"write guess\('4a', numbers=2\)"):
         guess("4a").compare((15, 15))
 
@@ -76,7 +76,7 @@ def test_a_guess_is_shown_next_to_the_outcome_and_counted(capsys):
     assert guesses.counts() == {}
 
 
-def test_without_a_front_end_the_outcome_is_shown_and_nothing_is_counted(capsys):
+def test_an_outcome_without_a_front_end_is_shown_but_not_counted(capsys):
     guess("4a").compare(3)
     shown = capsys.readouterr().out
     assert "not guessed" in shown and "outcome  3" in shown
@@ -110,7 +110,7 @@ def test_a_skipped_guess_shows_the_outcome_and_is_not_counted(displayed):
     assert guesses.counts() == {}
 
 
-def test_a_field_says_what_is_missing_and_accepts_another_try(displayed):
+def test_a_text_field_says_what_is_missing_and_accepts_another_try(displayed):
     guess("4a", numbers=2).compare((8, 0))
     (field, _), message = displayed[0].children[0].children, displayed[0].children[1]
     field.value = "8"

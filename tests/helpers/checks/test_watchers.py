@@ -1,4 +1,4 @@
-"""A layer that records how many of its forwards still hold what backward needs."""
+"""A layer that records how many of its forward passes' graphs are still held."""
 
 import torch
 
@@ -6,7 +6,7 @@ from helpers.checks.watchers import WatchedLinear
 
 
 def held_by(backward):
-    """What a layer records in three forwards, with ``backward(loss)`` called after each."""
+    """Return what a layer records in three forward passes, each followed by ``backward(loss)``."""
     layer = WatchedLinear(3, 1)
     kept = [backward(layer(torch.ones(count, 3)).sum()) for count in (4, 5, 6)]
     assert layer.samples == [4, 5, 6]
@@ -14,12 +14,12 @@ def held_by(backward):
     return layer.graphs_held
 
 
-def test_a_sum_of_losses_holds_every_graph():
+def test_kept_losses_hold_every_graph():
     assert held_by(lambda loss: loss) == [0, 1, 2]
     assert held_by(lambda loss: loss.backward(retain_graph=True) or loss) == [0, 1, 2]
 
 
-def test_after_backward_a_kept_loss_holds_nothing():
+def test_a_kept_loss_holds_nothing_after_backward():
     assert held_by(lambda loss: loss.backward() or loss) == [0, 0, 0]
 
 

@@ -1,4 +1,4 @@
-"""The ledger can be searched and counted, and each claim links to the cell that proves it."""
+"""The ledger's claims can be searched and counted, and each links to the cell that proves it."""
 
 import json
 
@@ -39,7 +39,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_claim_has_the_first_proof_of_its_own_lesson(folder):
+def test_a_claim_links_to_the_first_proof_in_its_own_lesson(folder):
     one, two, three = claims.read(folder)
     assert one.proof == claims.Proof("01_a.ipynb", "sum", "Sums", "assert 1 + 1 == 2")
     assert one.proof.address == "01_a.ipynb#cell-id=sum"
@@ -62,7 +62,7 @@ def test_a_claim_has_the_first_proof_of_its_own_lesson(folder):
         ({"words": "mean", "verdict": "true", "lesson": "01"}, []),
     ],
 )
-def test_search_takes_all_words_and_filters(folder, asked, found):
+def test_search_returns_claims_that_match_all_words_and_filters(folder, asked, found):
     assert [claim.id for claim in claims.search(claims.read(folder), **asked)] == found
 
 
@@ -91,13 +91,13 @@ def test_tables_link_to_the_cells_that_prove_claims(folder):
     assert claims.answers(ledger).rows[0] == ("X1", "The sum is a mean", "It is not", "Names")
 
 
-def test_read_refuses_a_folder_without_claims(tmp_path):
+def test_read_rejects_a_folder_without_claims(tmp_path):
     with pytest.raises(FileNotFoundError, match="run this in notebooks/"):
         claims.read(tmp_path)
 
 
 @pytest.mark.parametrize("claim", claims.read(NOTEBOOKS), ids=lambda claim: claim.id)
-def test_each_link_of_the_course_leads_to_a_cell_of_that_claim(claim):
+def test_each_link_in_the_course_leads_to_a_cell_that_proves_its_claim(claim):
     if claim.status == claims.PENDING:
         assert claim.proof is None
         return
@@ -106,7 +106,7 @@ def test_each_link_of_the_course_leads_to_a_cell_of_that_claim(claim):
     assert f"claim-{claim.id}" in found.tags and claim.proof.heading
 
 
-def test_a_folded_table_is_one_line_in_a_notebook_and_whole_as_text(folder):
+def test_a_folded_table_is_one_line_in_a_notebook_and_complete_as_text(folder):
     table = claims.answers(claims.read(folder)[:1])
     folded = claims.Folded(table, "1 sentence & why")
     shown = folded._repr_html_()

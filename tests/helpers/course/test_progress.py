@@ -1,4 +1,4 @@
-"""The overview in lesson 00 is read from the lessons themselves."""
+"""Lesson 00's overview, routes and progress are computed from the lessons themselves."""
 
 import json
 
@@ -33,7 +33,7 @@ def test_routes_name_existing_lessons_and_add_up_their_minutes(tmp_path):
     assert rows["everything, in order"] == ("00 to 12", "0.7", "2.6")
 
 
-def test_each_route_through_the_course_has_several_lessons():
+def test_each_route_through_the_course_has_at_least_three_lessons():
     for _, lessons_of_route, hours, _ in course.routes(lessons.ROOT / "notebooks").rows:
         assert len(lessons_of_route) > 2 and float(hours) > 0.5
     with pytest.raises(FileNotFoundError, match="no lessons in"):
@@ -50,7 +50,7 @@ def test_overview_counts_solved_exercises_and_guesses(tmp_path, monkeypatch):
     assert course.overview(lessons.ROOT / "notebooks").rows[0][4:] == ("0 of 1", "")
 
 
-def test_the_progress_names_the_next_exercise(tmp_path, monkeypatch):
+def test_the_progress_message_names_the_next_exercise(tmp_path, monkeypatch):
     monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path))
     order = [item.id for item in exercises()]
     assert f"exercise {order[0]} " in course.go_on()
@@ -64,6 +64,6 @@ def test_the_progress_names_the_next_exercise(tmp_path, monkeypatch):
     assert course.go_on() == "Every exercise is solved."
 
 
-def test_overview_refuses_a_folder_without_lessons(tmp_path):
+def test_overview_rejects_a_folder_without_lessons(tmp_path):
     with pytest.raises(FileNotFoundError, match="run this in notebooks/"):
         course.overview(tmp_path)

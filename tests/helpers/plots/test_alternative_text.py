@@ -19,14 +19,14 @@ PLOTS = sorted((lessons.ROOT / "helpers" / "plots").rglob("[a-z]*.py"))
 
 
 def shown(draw, monkeypatch):
-    """What a drawing function displays."""
+    """Return what a drawing function displays."""
     pictures = []
     monkeypatch.setattr(style, "display", pictures.append)
     draw()
     return pictures
 
 
-def test_show_displays_the_figure_with_its_text_and_closes_it(monkeypatch):
+def test_show_displays_the_figure_with_its_alternative_text_and_closes_it(monkeypatch):
     before = plt.get_fignums()
     alt = 'Bars: "a" is twice as high as b <and c>.'
     (picture,) = shown(lambda: style.show(style.figure()[0], alt), monkeypatch)
@@ -43,7 +43,7 @@ def test_show_displays_the_figure_with_its_text_and_closes_it(monkeypatch):
 
 
 @pytest.mark.parametrize("alt", ["", "A figure", "Loss over epochs"])
-def test_show_refuses_a_label_as_alternative_text(alt):
+def test_show_rejects_a_label_as_alternative_text(alt):
     made, _ = style.figure()
     with pytest.raises(ValueError, match="in a sentence"):
         style.show(made, alt)
@@ -57,7 +57,7 @@ def test_plots_show_figures_only_through_style_show(path):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "plt.show"
     ]
-    assert not bare, f"{path.name} shows figures without a text in lines {bare}: style.show"
+    assert not bare, f"{path.name} calls plt.show in lines {bare}: use style.show"
 
 
 @pytest.mark.parametrize("path", lessons.NOTEBOOKS, ids=lambda path: path.stem)
@@ -65,7 +65,7 @@ def test_lessons_show_their_own_figures_with_alternative_text(path):
     for cell in lessons.cells(path):
         if cell.is_code:
             assert not re.search(r"\bplt\.|imshow\(|savefig\(", cell.source), (
-                f"{cell.id} draws by itself: plots.figure and plots.show(figure, alt=...)"
+                f"{cell.id} uses pyplot: use plots.figure and plots.show(figure, alt=...)"
             )
             drawn = len(re.findall(r"\bplots\.figure\(", cell.source))
             assert len(re.findall(r"\bplots\.show\(", cell.source)) == drawn, cell.id

@@ -1,4 +1,4 @@
-"""Figures, checked through their alternative texts and what's drawn."""
+"""Figures, checked by their alternative text and by what they draw."""
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The texts on each figure that was shown."""
+    """The text drawn on each figure that was shown."""
     texts = []
     monkeypatch.setattr(
         style,
@@ -33,7 +33,7 @@ def alts(monkeypatch):
 
 
 @pytest.mark.virtual_gpus(2)
-def test_memories_draw_a_tensor_with_two_names_once(drawn):
+def test_memories_draws_a_tensor_with_two_names_once(drawn):
     gpus = [torch.device("vgpu:0"), torch.device("vgpu:1")]
     x = torch.zeros(3)
     y = x.to(gpus[1])
@@ -45,7 +45,7 @@ def test_memories_draw_a_tensor_with_two_names_once(drawn):
 
 
 @pytest.mark.virtual_gpus(2)
-def test_memories_say_where_each_tensor_is(alts):
+def test_memories_says_where_each_tensor_is(alts):
     gpus = [torch.device("vgpu:0"), torch.device("vgpu:1")]
     x = torch.zeros(3)
     y = x.to(gpus[1])
@@ -53,12 +53,12 @@ def test_memories_say_where_each_tensor_is(alts):
     assert "x in main memory; y and z in the memory of GPU 1; an arrow from x to y" in alts[0]
 
 
-def test_where_layers_run_says_each_layers_gpu_and_samples(alts):
+def test_where_layers_run_lists_each_layers_gpu_and_samples(alts):
     plots.where_layers_run({"Split layers": {("vgpu:1", "layer 1", 8), ("vgpu:0", "layer 0", 8)}})
     assert "layer 0 on vgpu:0 sees 8 samples, layer 1 on vgpu:1 sees 8 samples" in alts[0]
 
 
-def test_network_lists_the_layers_as_they_run(alts):
+def test_network_lists_the_layers_in_the_order_in_which_they_run(alts):
     model = nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.ReLU())
     plots.network(model, torch.rand(2, 2, 3))
     assert "input 2×3, Flatten 6, Linear 4, ReLU 4" in alts[0]
@@ -73,13 +73,13 @@ def test_held_says_which_part_of_each_matrix_a_gpu_has(alts):
     assert len(alts) == 1
 
 
-def test_cache_steps_takes_the_prompt_once_and_then_a_letter_at_a_time(alts):
+def test_cache_steps_processes_the_prompt_at_once_and_then_letter_by_letter(alts):
     plots.cache_steps("The va", "lue")
     assert "takes the 6 letters of 'The va'" in alts[0] and "each of 2 decoding passes" in alts[0]
     assert "next letters are l, u, e" in alts[0]
 
 
-def test_memory_of_servers_says_what_each_needs_and_may_use(alts):
+def test_memory_of_servers_lists_what_each_needs_and_may_use(alts):
     gib = 2**30
     plots.memory_of_servers({"70B on 2": {"16 bits": (66 * gib, 62 * gib)}}, 72 * gib, "Room?")
     assert "of which 72 GiB may be used. 70B on 2, 16 bits: 128 GiB" in alts[0]

@@ -1,4 +1,4 @@
-"""The figure of a timeline: lanes, colors, and few bars for many kernels."""
+"""Timeline figures: lanes, colors, and few bars for many kernels."""
 
 import itertools
 
@@ -29,7 +29,7 @@ def test_every_gpu_has_a_lane_and_every_event_a_kind(recorded):
     lanes = lanes_of(recorded, host=True)
     assert list(lanes) == ["vgpu:0", "vgpu:1", "vgpu:2", "host"]
     assert lanes["vgpu:2"] == []
-    # relu() is outside of every module.
+    # relu() isn't part of any module.
     kinds = {"copy", "forward", "backward", "other kernels"}
     assert {kind_of(e) for e in lanes["vgpu:0"]} == kinds
     assert list(lanes_of(recorded, devices=recorded.devices[1:2])) == ["vgpu:1"]
@@ -45,7 +45,7 @@ def test_stretches_join_neighboring_events_of_the_same_kind(recorded):
     assert len(stretches(events, gap_s=0.0)) >= len(bars)
 
 
-def test_stretches_keep_consecutive_collectives_apart(recorded):
+def test_stretches_keep_consecutive_collectives_separate(recorded):
     kernel = recorded.of("vgpu:0")[0]
     times = [(0.0, 1.0), (1.0, 2.0), (2.0, 2.01), (2.01, 2.02)]
     gathers = [kernel._replace(kind="collective", start_s=a, end_s=b) for a, b in times]
@@ -101,7 +101,7 @@ def test_timelines_share_one_scale(recorded, monkeypatch):
     assert "Two stages: " in alt and "One addition: " in alt and "host wait" in alt
 
 
-def test_as_in_a_trace_a_collective_starts_when_its_own_rank_arrives(monkeypatch):
+def test_as_in_trace_starts_a_collective_when_its_own_rank_arrives(monkeypatch):
     def steps(rank, rows):
         with vgpu.cluster(hosts=1, gpus_per_host=2, rank=rank), vgpu.shapes_only():
             x = torch.empty(rows, 4096, device="vgpu")
@@ -130,7 +130,7 @@ def test_lanes_of_joined_ranks_are_numbered_by_rank():
 
 
 def test_a_stream_of_hairlines_has_no_lane():
-    """Its lane would look empty; the line below the title says that it's left out."""
+    """Its lane would look empty; the line below the title says that it's omitted."""
     with vgpu.enable(1, gpu="K80"), vgpu.shapes_only():
         x, tiny = torch.ones(2**26, device="vgpu"), torch.ones(1, device="vgpu")
         with vgpu.record() as found:

@@ -1,4 +1,4 @@
-"""The explorer of lesson 02: its computation, and its callback."""
+"""Lesson 02's explorer: what it computes, and how it responds to its controls."""
 
 import matplotlib.pyplot as plt
 import pytest
@@ -19,7 +19,7 @@ def test_a_cut_changes_the_graph_but_not_the_value(inner, outer, cut):
     assert len(found.kept_edges) < len(found.graph.edges)
 
 
-def test_the_gradients_are_those_of_the_expression():
+def test_the_gradients_match_the_expression():
     found = compare(INNER, OUTER, "detach()")
     x, w, v = torch.tensor([[0.5, 1, 1.5], [1, -1, 0.5], [2, 1, -1]])
     slope = 1 - torch.tanh(x * w) ** 2
@@ -30,13 +30,13 @@ def test_the_gradients_are_those_of_the_expression():
     assert "None" in str(found.table())
 
 
-def test_a_cut_may_remove_everything():
+def test_a_cut_can_remove_the_entire_graph():
     found = compare("x * w", "h.sum()", ".data")
     assert found.kept_nodes == set() and found.kept_edges == set()
     assert all(after is None for _, after in found.gradients.values())
 
 
-def test_compare_names_the_mistake_in_an_expression():
+def test_compare_explains_a_mistake_in_an_expression():
     with pytest.raises(ValueError, match=r"cut is 'clone'.*detach"):
         compare(INNER, OUTER, "clone")
     with pytest.raises(ValueError, match=r"one number.*add \.sum"):
@@ -45,7 +45,7 @@ def test_compare_names_the_mistake_in_an_expression():
         compare("x.detach()", "h.sum()", ".data")
 
 
-def test_the_explorer_redraws_what_is_chosen(monkeypatch):
+def test_the_explorer_redraws_when_a_control_changes(monkeypatch):
     drawn = []
     monkeypatch.setattr(autograd, "explore", lambda *chosen: drawn.append(chosen))
     expression, cut, _ = autograd.graph_explorer().children
@@ -58,7 +58,7 @@ def test_the_explorer_redraws_what_is_chosen(monkeypatch):
     ]
 
 
-def test_every_figure_draws_and_is_closed(monkeypatch):
+def test_every_expression_is_drawn_and_its_figure_closed(monkeypatch):
     texts = []
 
     def read(_):

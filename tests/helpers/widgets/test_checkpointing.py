@@ -1,4 +1,4 @@
-"""The explorer of lesson 11: depth and segments, each a real step."""
+"""Lesson 11's explorer, which runs a real step for each depth and number of segments."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def gpu():
     vgpu.disable()
 
 
-def test_segments_save_bytes_and_recompute_all_but_the_last(gpu):
+def test_segments_save_memory_and_all_but_the_last_are_recomputed(gpu):
     plain, run = run_step(9, 1, gpu), run_step(9, 3, gpu)
     assert plain.calls == [1] * 9 and plain.recomputed == 0
     assert run.calls == [2] * 6 + [1] * 3 and run.recomputed == 6
@@ -25,7 +25,7 @@ def test_the_last_segment_takes_the_remaining_layers(gpu):
 
 
 @pytest.mark.parametrize("segments", [0, 6])
-def test_run_step_refuses_impossible_segments(gpu, segments):
+def test_run_step_rejects_an_impossible_number_of_segments(gpu, segments):
     with pytest.raises(ValueError, match="5 layers make 1 to 5 segments"):
         run_step(5, segments, gpu)
 

@@ -1,4 +1,4 @@
-"""The explorer of the appendix: words, verdict and lesson narrow the list of claims."""
+"""The appendix's explorer: words, verdict and lesson narrow the list of claims."""
 
 import pytest
 from IPython.display import Code
@@ -24,7 +24,7 @@ def test_a_single_claim_is_shown_with_its_proof():
 @pytest.mark.parametrize(
     ("words", "ids"), [("mean", ["X1", "X2"]), ("ring", ["X3"]), ("", ["X1", "X2", "X3"])]
 )
-def test_several_claims_or_a_pending_one_are_listed(words, ids):
+def test_multiple_claims_or_a_pending_one_are_listed(words, ids):
     (table,) = findings(LEDGER, words)
     assert [row[0] for row in table.rows] == ids
 
@@ -36,7 +36,7 @@ def test_show_claims_says_that_nothing_was_found(monkeypatch):
     assert len(shown) == 1 and "Try fewer" in shown[0]
 
 
-def test_typing_and_choosing_narrow_the_list():
+def test_the_text_field_and_the_menus_narrow_the_list():
     controls, shown = claims_explorer(LEDGER).children
     words, verdict, lesson = controls.children
     assert verdict.options == ("any", "false", "pending", "true")

@@ -1,4 +1,4 @@
-"""The explorers of DataParallel: shares of a batch, and stepping through the recorded steps."""
+"""The DataParallel explorers: how a batch is split, and the recorded steps of an iteration."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def gpus():
     vgpu.disable()
 
 
-def test_share_sizes_add_up_and_never_grow(gpus):
+def test_share_sizes_add_up_and_never_increase(gpus):
     for batch_size in range(1, 40):
         for count in (1, 2, 3, 8):
             sizes = share_sizes(batch_size, gpus[:count])
@@ -39,12 +39,12 @@ def test_describe_shares_counts_the_idle_gpus(gpus):
     assert describe_shares([2, 2]) == "4 samples: 2 of 2 GPUs get work."
 
 
-def test_share_sizes_refuses_an_empty_batch(gpus):
+def test_share_sizes_rejects_an_empty_batch(gpus):
     with pytest.raises(ValueError, match="at least one sample, got 0"):
         share_sizes(0, gpus)
 
 
-def test_the_sliders_of_shares_redraw(gpus, monkeypatch):
+def test_the_sliders_for_shares_redraw(gpus, monkeypatch):
     drawn = []
     monkeypatch.setattr("helpers.plots.share_bars", drawn.append)
     explorer = shares_explorer(gpus)
@@ -64,7 +64,7 @@ def steps():
     ]
 
 
-def test_step_table_says_what_is_where_and_what_changed(steps):
+def test_step_table_lists_what_each_device_holds_and_what_changed(steps):
     assert step_table(steps, 1).rows == [(A, "inputs", "2 KiB", "+2 KiB")]
     assert step_table(steps, 2).rows == [
         (A, "inputs", "0 B", "-2 KiB"),
@@ -74,12 +74,12 @@ def test_step_table_says_what_is_where_and_what_changed(steps):
 
 
 @pytest.mark.parametrize("number", [0, 3])
-def test_step_table_refuses_a_step_that_does_not_exist(steps, number):
+def test_step_table_rejects_a_step_that_does_not_exist(steps, number):
     with pytest.raises(ValueError, match="there are steps 1 to 2"):
         step_table(steps, number)
 
 
-def test_the_buttons_and_the_slider_of_steps_redraw(steps, monkeypatch):
+def test_the_buttons_and_the_slider_for_steps_redraw(steps, monkeypatch):
     drawn = []
     monkeypatch.setattr("helpers.plots.one_step", lambda step, most: drawn.append(step.step))
     back, slider, forth = iteration_explorer(steps).children[0].children
@@ -99,7 +99,7 @@ def test_show_parts_draws_the_sizes_that_the_replicas_saw(monkeypatch):
     (picture,) = shown
     assert "7 × 32 on vgpu:0, 6 × 32 on vgpu:1" in picture.alt
     assert "330 parameters" in picture.alt and "13 × 10 in all" in picture.alt
-    # Where backward runs is a question that the lesson asks after this drawing.
+    # Where backward runs is a question that the lesson asks after this figure.
     assert "gradients" not in picture.alt
     show_parts(nn.Linear(32, 10).to(gpus[0]), torch.randn(13, 32), gpus, backward=True)
     assert "each GPU computes its own gradients" in shown[1].alt
@@ -109,5 +109,5 @@ def test_iteration_marks_the_peak_of_each_step(steps, monkeypatch):
     shown = []
     monkeypatch.setattr("helpers.plots.style.display", shown.append)
     plots.iteration(steps)
-    # More than what's left after any step: the peak is within the second step.
+    # More than after either step: the peak occurs during the second step.
     assert "at its peak 4 KiB" in shown[0].alt

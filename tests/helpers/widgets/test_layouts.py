@@ -1,4 +1,4 @@
-"""The explorer of lesson 15: Llama 70B on 64 GPUs."""
+"""Lesson 15's explorer: Llama 70B on 64 GPUs."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_dp_shard_takes_the_remaining_gpus():
         plan_of(8, 16, 1, "full")
 
 
-def test_the_table_has_the_speed_and_the_bytes_of_the_prediction():
+def test_the_table_shows_the_predicted_speed_and_memory():
     found = answer(plan_of(1, 1, 1, "full"))
     few = found.steps[0]
     assert few.seconds == predict(few.plan).seconds
@@ -27,7 +27,7 @@ def test_the_table_has_the_speed_and_the_bytes_of_the_prediction():
     assert answer(plan_of(1, 1, 1, "full")) is found
 
 
-def test_the_explorer_shows_what_is_chosen(monkeypatch):
+def test_the_explorer_shows_the_chosen_layout(monkeypatch):
     shown = []
     monkeypatch.setattr(layouts, "show_layout", lambda **chosen: shown.append(chosen))
     box = layouts.layout_explorer()
@@ -40,7 +40,7 @@ def test_the_explorer_shows_what_is_chosen(monkeypatch):
     }  # fmt: skip
 
 
-def test_bytes_and_the_step_are_drawn_and_a_wrong_layout_is_explained(capsys, monkeypatch):
+def test_memory_and_the_step_are_drawn_and_an_invalid_layout_is_explained(capsys, monkeypatch):
     drawn, tables = [], []
     monkeypatch.setattr(layouts, "display", tables.append)
     monkeypatch.setattr(layouts.plots, "held_by_cause", lambda held, **_: drawn.append(held))

@@ -1,4 +1,4 @@
-"""The output behind the explorers: it follows its controls and hides no error."""
+"""The explorers' live output: it follows its controls and hides no errors."""
 
 import base64
 import math
@@ -49,7 +49,7 @@ def test_live_follows_its_controls():
     assert [output["text"] for output in shown.outputs] == ["bbb\n"]
 
 
-def test_an_error_is_shown_after_what_was_printed_and_the_next_change_works():
+def test_an_error_is_shown_after_the_printed_output_and_the_next_change_works():
     def inverse(number):
         print("of", number)
         print(1 / number)
@@ -64,7 +64,7 @@ def test_an_error_is_shown_after_what_was_printed_and_the_next_change_works():
     assert [output["text"] for output in shown.outputs] == ["of 2\n0.5\n"]
 
 
-def test_live_holds_pictures_html_and_prints_in_a_kernel():
+def test_live_captures_figures_html_and_printed_text_in_a_kernel():
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(LESSON)])
     NotebookClient(notebook, timeout=100, extra_arguments=["--log-level=ERROR"]).execute()
     (result,) = [o for o in notebook.cells[0].outputs if o.output_type == "execute_result"]
@@ -89,7 +89,9 @@ def test_answers_are_computed_for_every_combination_of_values():
     assert word["values"] == ["one", "two"] and number["values"][number["now"]] == "7"
     texts = ["".join(found["parts"][part]["text"] for part in each) for each in found["answers"]]
     assert texts == [w * (int(n) // 20) + "\n" for n in number["values"] for w in ("a", "b")]
-    assert len(found["parts"]) == len(set(texts)) < len(texts), "the same output is kept once"
+    assert len(found["parts"]) == len(set(texts)) < len(texts), (
+        "identical outputs must be stored once"
+    )
 
 
 def test_a_page_offers_a_few_values_including_the_ends_and_the_current_one():
@@ -108,14 +110,14 @@ def test_a_page_offers_a_few_values_including_the_ends_and_the_current_one():
         ({"number": range(1, 41), "third": range(5)}, "400 combinations of number, word, third"),
     ],
 )
-def test_offered_refuses_values_that_a_page_cannot_offer(few, message):
+def test_offered_rejects_values_that_a_page_cannot_offer(few, message):
     controls = _controls()
     controls["third"] = ipywidgets.IntSlider(0, min=0, max=4)
     with pytest.raises(ValueError, match=message):
         offered(controls, few)
 
 
-def test_the_error_of_a_failing_answer_says_for_which_values():
+def test_the_error_for_a_failed_answer_names_its_values():
     with pytest.raises(RuntimeError, match=r"'number': 1, 'word': 'a'.*(.|\n)*ZeroDivisionError"):
         answers(lambda number, word: 1 / (number - 1), _controls(), {})
 
@@ -133,9 +135,7 @@ def test_the_error_of_a_failing_answer_says_for_which_values():
     ],
     ids=["10", "11", "12", "13", "14", "15", "18"],
 )
-def test_the_lessons_explorers_offer_a_page_only_values_that_they_can_show(
-    monkeypatch, explorer, count
-):
+def test_the_lessons_explorers_offer_only_values_that_a_page_can_show(monkeypatch, explorer, count):
     asked = []
 
     def only_asked(function, controls, few=None):
@@ -143,7 +143,7 @@ def test_the_lessons_explorers_offer_a_page_only_values_that_they_can_show(
         return ipywidgets.Output()
 
     monkeypatch.setattr(helpers.widgets.live, "live", only_asked)
-    monkeypatch.setattr(layouts, "live", only_asked)  # imported by its name
+    monkeypatch.setattr(layouts, "live", only_asked)  # layouts imports it by name
     explorer()
     values = offered(*asked[0])
     assert math.prod(map(len, values.values())) == count

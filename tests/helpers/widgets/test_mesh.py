@@ -1,4 +1,4 @@
-"""The explorer of lesson 14: 64 GPUs as a mesh."""
+"""Lesson 14's explorer: 64 GPUs as a mesh."""
 
 from itertools import permutations
 
@@ -9,18 +9,18 @@ from helpers.widgets.mesh import GPUS, answer, answer_table, mesh_sizes, tokens_
 from vgpu.plan.estimate import DIMENSIONS
 
 
-def test_mesh_sizes_leaves_the_remaining_gpus_to_data_parallelism():
+def test_mesh_sizes_uses_the_remaining_gpus_for_data_parallelism():
     assert mesh_sizes(4, 2, 2) == {"tensor": 4, "context": 2, "pipeline": 2, "data": 4}
     order = ("data", "pipeline", "tensor", "context")
     assert list(mesh_sizes(4, 2, 2, order)) == list(order)
 
 
-def test_mesh_sizes_refuses_more_gpus_than_there_are():
+def test_mesh_sizes_rejects_more_gpus_than_there_are():
     with pytest.raises(ValueError, match="8 × 8 × 8 = 512 does not divide 64 GPUs"):
         mesh_sizes(8, 8, 8)
 
 
-def test_the_table_has_the_speed_and_the_bytes_of_the_recorded_step():
+def test_the_table_shows_the_recorded_steps_speed_and_memory():
     found = answer(mesh_sizes(8, 1, 1))
     table = answer_table(found, 64)
     assert [row[0] for row in table.rows] == list(DIMENSIONS)
@@ -31,7 +31,7 @@ def test_the_table_has_the_speed_and_the_bytes_of_the_recorded_step():
     assert "does not fit." in answer_table(answer(mesh_sizes(1, 1, 1)), 64).caption
 
 
-def test_the_explorer_shows_what_is_chosen(monkeypatch):
+def test_the_explorer_shows_the_chosen_mesh(monkeypatch):
     shown = []
     monkeypatch.setattr(mesh, "show_mesh", lambda **chosen: shown.append(chosen))
     box = mesh.mesh_explorer()

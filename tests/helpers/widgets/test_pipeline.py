@@ -1,4 +1,4 @@
-"""The explorer of lesson 10: stages, micro-batches, schedule and GPU to time, bubble and memory."""
+"""Lesson 10's explorer: time, bubble and memory of a pipeline, by schedule, sizes and GPU."""
 
 import math
 
@@ -32,7 +32,7 @@ def drawn(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_answer_has_the_bubble_and_the_micro_batches_of_the_simulated_schedule(kind):
+def test_answer_has_the_simulated_schedules_bubble_and_micro_batches(kind):
     found = answer(kind, 4, 8)
     # Forward takes 1 and backward 2, so eight micro-batches on each of four devices take 4 × 24.
     assert found.alone == 4 * 24
@@ -42,7 +42,7 @@ def test_answer_has_the_bubble_and_the_micro_batches_of_the_simulated_schedule(k
     assert rows[2][1] == ", ".join(map(str, found.in_flight))
 
 
-def test_a_layer_costs_what_one_gpu_records(monkeypatch):
+def test_a_layers_cost_is_recorded_on_one_gpu(monkeypatch):
     cost = layer_cost("H100", 8)
     # Per layer, 12 D² parameters plus biases and norms; forward takes 2 FLOPs per parameter and
     # token.
@@ -51,12 +51,12 @@ def test_a_layer_costs_what_one_gpu_records(monkeypatch):
     assert least_s < cost.forward_s < 10 * least_s
     assert 1.5 * cost.forward_s < cost.backward_s < 3 * cost.forward_s
     assert cost.output_bytes == 8 * TOKENS * WIDTH * 2 < cost.activation_bytes
-    # Twice the micro-batch keeps twice the bytes, except for the state of a random generator.
+    # A micro-batch twice as large keeps twice the bytes, except for a random generator's state.
     twice = layer_cost("H100", 16).activation_bytes
     assert twice == pytest.approx(2 * cost.activation_bytes, rel=1e-5)
 
 
-def test_answer_has_the_time_and_memory_of_a_gpu_by_name():
+def test_answer_computes_time_and_memory_for_a_named_gpu():
     one, eight = answer("1F1B", 1, 16, "H100"), answer("1F1B", 8, 16, "H100")
     assert eight.cost == one.cost
     assert math.isclose(eight.alone, one.simulated.makespan, rel_tol=1e-9)
@@ -73,7 +73,7 @@ def test_a_step_on_a_faster_gpu_is_faster_and_more_fits_on_a_larger_one():
     times = [each.simulated.makespan for each in found]
     assert times == sorted(times, reverse=True)
     rows = [answer_table(each).rows[2] for each in found]
-    # GPUs of 12 to 80 GiB. A K80 has no fused attention and keeps the scores; a V100's fused kernel
+    # GPUs with 12 to 80 GiB. A K80 has no fused attention and keeps the scores; a V100's fused kernel
     # returns its output in a different memory layout, which is copied.
     k80, v100, a100, h100 = (found_on.peak_bytes()[0] for found_on in found)
     assert k80 > v100 > a100 == h100

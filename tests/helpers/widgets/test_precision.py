@@ -1,4 +1,4 @@
-"""The explorer of lesson 17: what a cast to float8 does to the numbers next to a large one."""
+"""Lesson 17's explorer: what casting to float8 does to values next to a large one."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from helpers.widgets import precision
 from helpers.widgets.precision import FORMATS, LARGER, SCALES, answer
 
 
-def test_without_a_large_number_no_scale_rounds_numbers_to_zero():
+def test_no_scale_rounds_values_to_zero_without_a_large_value():
     for per in SCALES:
         assert answer("e4m3", per, "one value", 1).zero < 0.001
     assert answer("e4m3", "tensor", "one value", 1).error == pytest.approx(0.026, rel=0.1)
@@ -19,30 +19,30 @@ def test_e5m2_has_twice_the_error_and_a_wider_range():
     assert far["e5m2"].zero < 0.01 < 0.2 < far["e4m3"].zero
 
 
-def test_a_scale_per_row_helps_against_a_large_token_and_not_against_a_channel():
+def test_a_scale_per_row_helps_with_a_large_token_but_not_a_large_channel():
     of_token, of_channel = (
         answer("e4m3", "row", f"one {what}", 1e6) for what in ("token", "channel")
     )
     assert of_token.error < 0.03 and of_channel.error > 0.5
 
 
-def test_powers_of_two_as_scales_cost_a_tenth_more_error():
+def test_power_of_two_scales_increase_the_error_by_less_than_a_fifth():
     block, mxfp8 = (answer("e4m3", per, "one value", 1) for per in ("block of 32", "MXFP8 block"))
     assert block.error < mxfp8.error < 1.2 * block.error
 
 
-def test_the_largest_number_is_scaled_to_the_end_of_the_format():
+def test_scaled_values_stay_within_the_formats_range():
     found = answer("e4m3", "tensor", "one token", 1)
     assert found.scaled.abs().max() <= torch.finfo(torch.float8_e4m3fn).max
     assert len(found.scaled) == 255 * 512
 
 
-def test_answer_refuses_an_unknown_kind_of_scale():
+def test_answer_rejects_an_unknown_kind_of_scale():
     with pytest.raises(ValueError, match="no 'column'; there are tensor, row, block of 32"):
         answer("e4m3", "column", LARGER[0], 1)
 
 
-def test_show_answer_draws_the_numbers_and_lists_every_scale(monkeypatch):
+def test_show_answer_draws_the_values_and_lists_every_scale(monkeypatch):
     shown = []
     monkeypatch.setattr(precision, "display", shown.append)
     monkeypatch.setattr(precision.plots, "scaled_numbers", lambda *given: shown.append(given))

@@ -1,4 +1,4 @@
-"""The ring's explorer: its states are those of a ring, its drawing and its sliders work."""
+"""The ring explorer: its states follow the ring algorithm, and its figure and sliders work."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from helpers.widgets import ring
 
 @pytest.fixture
 def shown(monkeypatch):
-    """The texts on the figures that would have been shown."""
+    """The text on each figure that would have been shown."""
     figures = []
 
     def keep(picture):
@@ -22,7 +22,7 @@ def shown(monkeypatch):
 
 
 @pytest.mark.parametrize("ranks", range(1, ring.MOST_RANKS + 1))
-def test_every_rank_ends_with_every_sum(ranks):
+def test_every_rank_ends_with_every_chunks_sum(ranks):
     states = ring.ring_states(ranks)
     assert len(states) == 1 + 2 * (ranks - 1)
     ones = int("1" * ranks)
@@ -30,7 +30,7 @@ def test_every_rank_ends_with_every_sum(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
-def test_halfway_each_rank_has_one_complete_chunk(ranks):
+def test_each_rank_has_one_complete_chunk_halfway_through(ranks):
     half_way = ring.ring_states(ranks)[ranks - 1]
     for rank, numbers in enumerate(half_way.held):
         complete = [chunk for chunk, n in enumerate(numbers) if len(origins(n)) == ranks]
@@ -38,7 +38,7 @@ def test_halfway_each_rank_has_one_complete_chunk(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7])
-def test_in_every_step_each_rank_sends_another_chunk_and_only_its_neighbor_changes(ranks):
+def test_each_rank_sends_one_chunk_per_step_and_only_its_neighbors_copy_changes(ranks):
     states = ring.ring_states(ranks)
     for before, after in pairwise(states):
         assert sorted(after.sent) == list(range(ranks))
@@ -53,7 +53,7 @@ def test_in_every_step_each_rank_sends_another_chunk_and_only_its_neighbor_chang
 
 
 @pytest.mark.parametrize("ranks", [0, ring.MOST_RANKS + 1])
-def test_ring_states_refuses_a_number_of_ranks_that_cannot_be_drawn(ranks):
+def test_ring_states_rejects_a_number_of_ranks_that_cannot_be_drawn(ranks):
     with pytest.raises(ValueError, match="1 to 8 ranks"):
         ring.ring_states(ranks)
 
@@ -67,7 +67,7 @@ def test_origins_reads_the_ranks_off_a_number():
         origins(-1)
 
 
-def test_the_figure_shows_the_numbers_of_the_state(shown, capsys):
+def test_the_figure_shows_the_states_values(shown, capsys):
     ring.show_ring(3, 2)
     (texts,) = shown
     numbers = [str(n) for row in ring.ring_states(3)[2].held for n in row]
@@ -75,7 +75,7 @@ def test_the_figure_shows_the_numbers_of_the_state(shown, capsys):
     assert "2/3 of a tensor" in capsys.readouterr().out
 
 
-def test_a_step_past_the_end_shows_the_end(shown, capsys):
+def test_a_step_past_the_end_shows_the_final_state(shown, capsys):
     ring.show_ring(2, 99)
     assert shown[0].count("11") == shown[0].count("22") == 2
     assert "the all-reduce is done" in capsys.readouterr().out
@@ -89,5 +89,5 @@ def test_the_sliders_redraw_and_stay_within_the_ring(shown):
     assert step.max == 14
     ranks.value = 2
     assert step.value == step.max == 2
-    # One drawing per change, with the sliders' values: nothing failed silently.
+    # The last figure has the sliders' values: no update failed silently.
     assert "11" in shown[-1] and "rank 1" in shown[-1] and "rank 2" not in shown[-1]

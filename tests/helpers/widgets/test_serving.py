@@ -1,17 +1,17 @@
-"""The explorer of lesson 18: a Llama on H100s, what fits, and how fast it answers."""
+"""Lesson 18's explorer: a Llama on H100s, what fits, and how fast it responds."""
 
 import pytest
 
 from helpers.widgets import serving
 
 
-def test_sixteen_gpus_are_two_stages_of_one_host_each():
+def test_sixteen_gpus_form_two_stages_with_one_host_each():
     server = serving.server_of("405B", 16, "float8")
     assert (server.tp, server.pp, server.weight_bits, server.cache_bits) == (8, 2, 8, 8)
     assert serving.server_of("8B", 2, "bfloat16").pp == 1
 
 
-def test_batch_sizes_go_up_to_what_fits():
+def test_batch_sizes_go_up_to_the_largest_that_fits():
     server = serving.server_of("70B", 2, "bfloat16")
     points = serving.batches_of(server, 8192)
     assert [batch for batch, _, _ in points] == [1, 2, 4, 5]

@@ -1,4 +1,4 @@
-"""The explorer of lesson 12: bytes of each way to shard, compared with what's allocated and sent."""
+"""Lesson 12's explorer: bytes for each strategy, compared with those allocated and sent."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ SHAPE = replace(LLAMA["8B"], layers=3, vocabulary=8_000)
     ("name", "published"),  # Llama 3.1's model cards
     [("8B", 8_030_261_248), ("70B", 70_553_706_496), ("405B", 405_853_388_800)],
 )
-def test_parameters_are_those_published(name, published):
+def test_parameter_counts_match_those_published(name, published):
     assert LLAMA[name].parameters == published
 
 
@@ -31,14 +31,14 @@ def test_each_strategy_shards_its_part_of_the_sixteen_bytes_per_parameter():
     )
 
 
-def test_hybrid_sharding_stays_inside_a_host_so_more_hosts_do_not_help():
+def test_hybrid_sharding_shards_within_a_host_so_more_hosts_save_no_memory():
     on_8, on_64 = (answer(LETTERS, gpus, HSDP) for gpus in (8, 64))
     assert on_8.held == on_64.held and on_8.inside_bytes == on_64.inside_bytes
     assert on_8.across_bytes == 0 < on_64.across_bytes < on_64.inside_bytes
     assert on_8 == answer(LETTERS, 8, FSDP)
 
 
-def test_one_gpu_sends_and_gathers_nothing():
+def test_one_gpu_holds_everything_and_sends_nothing():
     for way in WAYS:
         alone = answer(LETTERS, 1, way)
         assert alone.inside_bytes == alone.across_bytes == 0
@@ -46,7 +46,7 @@ def test_one_gpu_sends_and_gathers_nothing():
 
 
 def test_answer_matches_what_fully_shard_keeps_and_sends():
-    """PyTorch's own FSDP2 as rank 0 of 8, with gradients in bfloat16, as the explorer counts them."""
+    """Here, FSDP2 runs on rank 0 of 8 and reduces gradients in bfloat16, as the explorer assumes."""
     found = answer(SHAPE, 8, FSDP)
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     with vgpu.cluster(hosts=1) as cluster, vgpu.shapes_only():
@@ -64,7 +64,7 @@ def test_answer_matches_what_fully_shard_keeps_and_sends():
             for event in timeline.of(cluster.device)
             if event.kind == "collective"
         )
-    # In float32, shards of parameters, gradients and two averages are 16 bytes as well.
+    # In float32, shards of parameters, gradients and two moments also add up to 16 bytes.
     assert kept_bytes == pytest.approx(found.at_rest_bytes, rel=0.02)
     assert sent_bytes == pytest.approx(found.inside_bytes, rel=0.001)
 
@@ -73,7 +73,7 @@ def test_answer_matches_what_fully_shard_keeps_and_sends():
     ("gpus", "way", "message"),
     [(8, "everything", "no way 'everything'"), (12, DDP, "12 GPUs don't fill hosts of 8")],
 )
-def test_answer_refuses_unknown_ways_and_broken_hosts(gpus, way, message):
+def test_answer_rejects_unknown_strategies_and_partly_filled_hosts(gpus, way, message):
     with pytest.raises(ValueError, match=message):
         answer(LETTERS, gpus, way)
 

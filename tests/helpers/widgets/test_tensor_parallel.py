@@ -1,4 +1,4 @@
-"""The explorer of lesson 13: degree, link and width, each a layer in virtual time."""
+"""Lesson 13's explorer, which runs a layer in virtual time for each degree, link and width."""
 
 import pytest
 
@@ -23,14 +23,14 @@ def timeline(makespan_s):
         (1, "InfiniBand NDR, one GPU per host", (8192, 1, 1, "NVLink 4")),
     ],
 )
-def test_the_layer_gets_the_link_and_the_hosts_of_each_place(degree, place, asked):
+def test_each_place_determines_the_layers_link_and_hosts(degree, place, asked):
     def layer(width, degree, hosts, link):
         return width, degree, hosts, link
 
     assert layer_on(layer, 8192, degree, place) == asked
 
 
-def test_layer_on_refuses_more_gpus_than_heads():
+def test_layer_on_rejects_more_gpus_than_heads():
     with pytest.raises(ValueError, match="width 1024 has 8 heads of 128, too few for 16 GPUs"):
         layer_on(lambda *_, **__: None, 1024, 16, "NVLink 4")
 
@@ -40,7 +40,7 @@ def test_the_table_compares_with_one_gpu():
     assert table.rows[1] == ("2 GPUs", "2.5 ms", "0%", "1.60 times as fast")
 
 
-def test_the_controls_run_the_layer_and_one_gpu_only_once(monkeypatch):
+def test_the_controls_rerun_the_layer_but_one_gpu_only_once(monkeypatch):
     asked, drawn = [], []
     monkeypatch.setattr(
         tensor_parallel.plots, "split_times", lambda timelines, title: drawn.append(title)
