@@ -1,4 +1,4 @@
-"""Virtual GPUs for tests that ask for them; protection of the user's progress; the ledger's state.
+"""Virtual GPUs for tests that request them, a separate progress folder, the ledger's summary.
 
 ``pytest.mark.virtual_gpus(2, gpu="A100")`` takes the arguments of ``vgpu.enable``.
 """
@@ -15,23 +15,23 @@ from rights import without_file_handles
 
 from teaching import lessons
 
-# Set before any kernel or worker starts: they inherit it.
+# Set before any kernel or worker starts, so that they inherit it.
 _progress = tempfile.TemporaryDirectory(prefix="course-progress-")
 os.environ["COURSE_PROGRESS_DIR"] = _progress.name
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request):
-    """A test that leaves something behind fails itself, rather than the next one."""
+    """Fail a test that leaves something behind, rather than the next test."""
     before = _state()
     yield
-    # Cells of lesson 12 freeze what they import. In this process, that would permanently keep what
-    # earlier tests left in cycles, and its bytes on virtual GPUs.
+    # Lesson 12 calls gc.freeze after its imports. In this process, that would permanently keep
+    # reference cycles from earlier tests, and their bytes on virtual GPUs.
     gc.unfreeze()
     left = {name: value for name, value in _state().items() if value != before[name]}
     if left:
         _clear_up(before)
-        pytest.fail(f"{request.node.nodeid} leaves behind: {left}; before it: {before}")
+        pytest.fail(f"{request.node.nodeid} left behind {left}; before it: {before}")
 
 
 def _state():
@@ -63,7 +63,7 @@ def _virtual_gpus(request, _nothing_is_left_behind):
         yield
 
 
-# These start ranks, agents and kernels, each with its own files.
+# These start ranks, agents and kernels, each of which opens files.
 _MANY_FILES = (
     "vgpu/launch",
     "helpers/test_train_script",
@@ -90,5 +90,5 @@ def pytest_terminal_summary(terminalreporter):
     tried = len({broken.claim for broken in all_broken()})
     terminalreporter.write_line(
         f"{len(ledger)} claims, {len(pending)} of them pending{named}; "
-        f"for {tried} there are breaks with which their cells must fail"
+        f"{tried} have breaks that must make their cells fail"
     )

@@ -1,8 +1,8 @@
-"""A claim whose mechanism is broken fails in its proving cell, so the cell is a proof.
+"""If a claim's mechanism is broken, its proving cell fails: the cell really proves the claim.
 
-``make test`` tries the breaks that take a few seconds, ``make test-all`` those that are marked
-``expensive`` as well, and that the cell passes unbroken with only the cells that it seems to need
-(each lesson runs as a whole besides).
+``make test`` tries the breaks that take a few seconds. ``make test-all`` also tries those marked
+``expensive``, and checks that each unbroken cell passes with only the cells that it seems to need
+(other tests run each lesson in full).
 """
 
 import pytest
@@ -22,7 +22,7 @@ def test_a_claim_fails_if_its_mechanism_is_broken(path, cell_id, broken):
     if ALL or broken.shorter or broken.needs:
         unbroken = runs.run_of(cells_to_run(path, cell_id, broken, broken.shorter))
         found = runs.outcome(unbroken)
-        assert found == ("", ""), f"unbroken, it must pass; does it need further cells? {found}"
+        assert found == ("", ""), f"must pass unbroken; does it need more cells? {found}"
     cells = cells_to_run(path, cell_id, broken, [*broken.shorter, *broken.edits])
     failed, error = runs.outcome(runs.run_of(cells, broken.before))
     assert failed, f"{cell_id} still passes, though {broken.how}"

@@ -1,7 +1,7 @@
-"""The lines of lessons that run only on real GPUs, run with ``cuda`` read as ``vgpu``.
+"""Lines of lessons that run only on real GPUs, run here with ``cuda`` read as ``vgpu``.
 
-Finds every cell in the lessons that checks for real GPUs. It runs, with the cells that it needs, on
-virtual GPUs as it would on real ones, and fails if it takes the branch without GPUs.
+Every cell that checks for real GPUs runs, with the cells that it needs, on virtual GPUs as it would
+on real ones. Its branches for machines without GPUs are removed first.
 """
 
 import ast
@@ -19,9 +19,9 @@ from vgpu.profiling import memory
 QUESTION = "torch.cuda.is_available()"
 WORDS = ("cuda", "vgpu")
 
-# Like a program started by a shell. The program is a fork of this process, which has imported
-# torch, on a machine with four cards, some of which the variable hides. PyTorch itself reads the
-# variable.
+# Replaces programs that lessons start with a shell. A program is a fork of this process, which has
+# imported torch, and sees four GPUs, except those that CUDA_VISIBLE_DEVICES hides. PyTorch itself
+# reads the variable.
 HANDED = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
 BEFORE = f"""
 import contextlib, io, itertools, json, os, torch
@@ -75,7 +75,7 @@ def drive(program, name):
     torch.vgpu.get_device_properties = lambda ordinal: properties(visible[ordinal])
     exec(cuda_is_vgpu.compile_source(program, name), {{"__name__": "__main__"}})
 """
-# Times of virtual GPUs' copies are meaningless, so a cell that measures them gets a counting clock.
+# How long virtual GPUs take to copy is meaningless: a cell that measures it gets a fake clock.
 COUNTING_CLOCK = """
 import itertools, types
 time = types.SimpleNamespace(perf_counter=itertools.count().__next__)
@@ -83,7 +83,7 @@ time = types.SimpleNamespace(perf_counter=itertools.count().__next__)
 
 
 def on_real(test):
-    """Whether a condition is true on real GPUs; None if it isn't about them."""
+    """Return whether a condition is true on real GPUs, or None if it isn't about them."""
     if ast.unparse(test) == QUESTION:
         return True
     match test:
@@ -93,18 +93,18 @@ def on_real(test):
 
 
 def conditions(tree):
-    """Every ``if``, including those in expressions, whose condition contains one of the words."""
+    """Return every ``if``, also in expressions, whose condition contains one of WORDS."""
     nodes = (node for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp))
     return [node for node in nodes if any(word in ast.unparse(node.test) for word in WORDS)]
 
 
 def asks(cell):
-    """Whether a code cell checks for real GPUs in any way."""
+    """Return whether a code cell checks for real GPUs in any way."""
     return cell.is_code and (QUESTION in cell.source or bool(conditions(ast.parse(plain(cell)))))
 
 
 def plain(cell):
-    """A cell's source without IPython's own lines."""
+    """Return a cell's source, or an empty string if it starts with an IPython magic."""
     return "" if cell.source.startswith("%") else cell.source
 
 
@@ -114,7 +114,7 @@ ASKING = {
 
 
 class _OnRealGPUs(ast.NodeTransformer):
-    """Takes the branch for real GPUs wherever there are two."""
+    """Replaces each condition about real GPUs by its branch for them."""
 
     def visit_If(self, node):
         self.generic_visit(node)
@@ -125,7 +125,7 @@ class _OnRealGPUs(ast.NodeTransformer):
 
 
 def on_real_gpus(source):
-    """A cell's code as it would run on real GPUs, with the names of virtual ones."""
+    """Return a cell's code as it would run on real GPUs, with the names of virtual ones."""
     tree = _OnRealGPUs().visit(ast.parse(source))
     tree = cuda_is_vgpu.Replacer(cuda_is_vgpu.Replacements("<cell>")).visit(tree)
     return ast.unparse(ast.fix_missing_locations(tree))
@@ -139,7 +139,7 @@ def test_lessons_check_for_real_gpus_only_in_known_ways():
                 found[f"{path.stem}: {ast.unparse(node.test)}"] = on_real(node.test)
     assert sum(map(len, ASKING.values())) >= 3 and found
     unknown = [name for name, real in found.items() if real is None]
-    assert not unknown, f"say in on_real which branch is that of real GPUs: {unknown}"
+    assert not unknown, f"add to on_real which branch is for real GPUs: {unknown}"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_the_branches_for_real_gpus_run(path):
         assert runs.outcome(run) == ("", ""), name
 
 
-def test_the_branch_for_no_gpus_is_removed():
+def test_the_branch_without_gpus_is_removed():
     source = 'if kind == "vgpu":\n    a()\nelse:\n    b(1 if torch.cuda.is_available() else 2)'
     assert on_real_gpus(source) == "b(1)"
     assert on_real_gpus('if kind == "cuda":\n    a("cuda:1")') == "a('vgpu:1')"

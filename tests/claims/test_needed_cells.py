@@ -1,4 +1,4 @@
-"""Which cells another one needs: those that bind its names, and those that change their values."""
+"""Which cells another cell needs: those that bind its names, and those that change their values."""
 
 import pytest
 from needed_cells import needed

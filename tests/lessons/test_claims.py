@@ -1,4 +1,4 @@
-"""The ledger: every claim has a proving cell, and every proving cell a claim."""
+"""Every claim in the ledger has a cell that proves it, and every such cell has a claim."""
 
 import ast
 
@@ -15,7 +15,7 @@ ASSERTING = ("assert_close", "assert_equal", "expected_error", "expected_warning
 
 
 def cells_tagged(prefix):
-    """Claim id → the (lesson, cell) pairs with its tag, such as ``claim-A01``."""
+    """Map each claim's id to the (lesson, cell) pairs tagged with it, as in ``claim-A01``."""
     found = {}
     for path in lessons.NOTEBOOKS:
         for cell in lessons.cells(path):
@@ -31,7 +31,7 @@ def proving_cells():
 
 
 def asserts_something(source):
-    """Whether a cell can fail by its own statements: an assert, or a comparison."""
+    """Return whether a cell has an assert, or a call such as ``assert_close``, that can fail."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Assert) and not isinstance(node.test, ast.Constant):
             return True
@@ -47,7 +47,9 @@ def test_the_ledger_is_well_formed():
         assert set(claim) <= {"id", "claim", "verdict", "holds", "believed", "lesson", "pending"}
         assert claim["verdict"] in VERDICTS
         if claim["verdict"] != "true" and "pending" not in claim:
-            assert claim.get("holds"), f"{claim['id']} is {claim['verdict']}: say what holds"
+            assert claim.get("holds"), (
+                f"{claim['id']} is {claim['verdict']}: say what holds instead"
+            )
         if claim["verdict"] in ("dated", "false") and "pending" not in claim:
             assert claim.get("believed"), f"{claim['id']}: say why people believe it"
 
@@ -62,7 +64,7 @@ def test_each_claim_is_proved_by_a_cell_of_its_lesson(claim):
 
 
 @pytest.mark.parametrize("claim", PROVED, ids=lambda claim: claim["id"])
-def test_a_prediction_shows_how_it_changes_with_the_assumed_figures(claim):
+def test_a_prediction_shows_how_it_changes_with_the_assumed_values(claim):
     places = cells_tagged("moves-").get(claim["id"], [])
     if claim["verdict"] == "predicted":
         assert places, f"no cell is tagged moves-{claim['id']}"
@@ -81,14 +83,14 @@ def test_no_cell_names_an_unknown_or_pending_claim():
     assert not unknown, f"cells are tagged for claims that are unknown or pending: {unknown}"
 
 
-def test_a_pending_claim_has_its_reason():
+def test_a_pending_claim_has_a_reason():
     for claim in LEDGER:
         if "pending" in claim:
             assert len(claim["pending"]) > 10, f"{claim['id']} is pending without a reason"
 
 
 @pytest.mark.parametrize("broken", all_broken(), ids=lambda broken: f"{broken.claim}-{broken.how}")
-def test_every_break_of_a_claim_finds_its_text_in_the_lesson(broken):
+def test_the_text_that_a_break_replaces_is_in_the_lesson(broken):
     # tests/claims checks whether the claim then fails.
     assert cells_to_run(*proving(broken), broken, [*broken.shorter, *broken.edits])
 

@@ -1,4 +1,4 @@
-"""Each lesson's core is short, needs nothing from the rest, and shows its minutes."""
+"""Each lesson's core is short and needs nothing from the rest; openings show the minutes."""
 
 import re
 
@@ -18,7 +18,7 @@ def cells(path):
     return lessons.raw(path)["cells"]
 
 
-def test_a_section_tagged_more_ends_at_the_next_heading_of_its_level():
+def test_a_section_tagged_more_ends_at_the_next_heading_of_the_same_level():
     def cell(source, *tags, kind="markdown"):
         return {"cell_type": kind, "source": [source], "metadata": {"tags": [*tags]}}
 
@@ -44,18 +44,18 @@ def test_cells_tagged_more_are_collapsed_headings(path):
             text = re.sub(r"```.*?```", "", sections.source(cell), flags=re.DOTALL)
             headings = re.findall(r"^#+ ", text, re.MULTILINE)
             assert not more or text.startswith("#"), f"{cell['id']} has no heading to collapse"
-            assert len(headings) <= 1, f"{cell['id']}: a section begins at the top of a cell"
+            assert len(headings) <= 1, f"{cell['id']}: a heading must be at the top of its cell"
         else:
-            assert not more, f"{cell['id']} is no heading"
+            assert not more, f"{cell['id']} is not a heading"
 
 
 @each_lesson
-def test_the_core_takes_35_minutes_at_most(path):
+def test_the_core_takes_at_most_35_minutes(path):
     took = sections.minutes(sections.core(cells(path)))
-    assert took <= 35, f"{took:.1f} minutes: tag a section `more`, or cut"
+    assert took <= 35, f"{took:.1f} minutes: tag a section `more`, or shorten the text"
 
 
-def test_the_cores_of_lessons_00_to_15_take_nine_hours_at_most():
+def test_the_cores_of_lessons_00_to_15_take_at_most_nine_hours():
     whole = sum(sections.minutes(sections.core(cells(path))) for path in NUMBERED[:16])
     assert whole <= 9 * 60, f"{whole / 60:.1f} hours"
 
@@ -75,7 +75,7 @@ def test_the_readme_and_the_openings_show_the_minutes():
 @each_lesson
 def test_a_lesson_has_at_most_five_guesses(path):
     asked = [re.findall(r"\bguess\(", cell.source) for cell in lessons.cells(path) if cell.is_code]
-    assert sum(map(len, asked)) <= 5, "keep those that are about an idea"
+    assert sum(map(len, asked)) <= 5, "keep only guesses about an idea"
 
 
 @each_lesson

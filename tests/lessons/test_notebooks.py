@@ -1,4 +1,4 @@
-"""Rules for every lesson's file, without running it."""
+"""Rules for lessons' notebooks, checked without running them."""
 
 import ast
 import re
@@ -23,12 +23,12 @@ def prose(path):
 
 
 def headings(source):
-    """Heading levels of a markdown cell, leaving out lines inside fenced code."""
+    """Return the heading levels in a Markdown cell, ignoring fenced code."""
     bare = re.sub(r"```.*?```", "", source, flags=re.DOTALL)
     return [len(marks) for marks in re.findall(r"^(#{1,6}) ", bare, flags=re.MULTILINE)]
 
 
-def test_the_lessons_are_numbered_from_00_without_a_gap():
+def test_the_lessons_are_numbered_from_00_without_gaps():
     numbers = [lessons.number(path) for path in lessons.NOTEBOOKS if lessons.number(path)]
     assert numbers and numbers == [f"{index:02d}" for index in range(len(numbers))]
 
@@ -37,8 +37,8 @@ def test_the_lessons_are_numbered_from_00_without_a_gap():
 def test_no_outputs_are_committed(path):
     for cell in lessons.raw(path)["cells"]:
         assert not cell.get("outputs"), f"cell {cell.get('id')} has outputs"
-        assert cell.get("execution_count") is None, f"cell {cell.get('id')} was counted"
-    assert "widgets" not in lessons.raw(path)["metadata"], "saved widget state"
+        assert cell.get("execution_count") is None, f"cell {cell.get('id')} has a count"
+    assert "widgets" not in lessons.raw(path)["metadata"], "there is saved widget state"
 
 
 @each_lesson
@@ -46,13 +46,13 @@ def test_cell_ids_are_readable_and_unique(path):
     ids = [cell.id for cell in lessons.cells(path)]
     assert len(ids) == len(set(ids))
     bad = [name for name in ids if not CELL_ID.match(name)]
-    assert not bad, f"ids are lower-case words with dashes, so that they stay stable: {bad}"
+    assert not bad, f"ids must be lowercase words joined by dashes: {bad}"
 
 
 @each_lesson
 def test_every_lesson_has_one_title_and_headings_in_order(path):
     levels = [level for cell in prose(path) for level in headings(cell.source)]
-    assert levels and levels[0] == 1 and levels.count(1) == 1, "one H1, and it comes first"
+    assert levels and levels[0] == 1 and levels.count(1) == 1, "there must be one H1, at the top"
     for above, below in pairwise(levels):
         assert below <= above + 1, f"a heading jumps from level {above} to {below}"
 
@@ -68,10 +68,10 @@ def test_every_lesson_opens_with_its_goals_and_closes_with_a_summary(path):
     assert re.search(r"^\|.*\|\n\|[-| :]+\|", closing.source, re.MULTILINE), "no summary table"
     assert "**Read on**" in closing.source
     first_code = code(path)[0]
-    assert "setup" in first_code.tags, "the first code cell is the setup"
+    assert "setup" in first_code.tags, "the first code cell must be the setup"
     if lessons.number(path):  # an appendix need not use a device
         shown = "devices.describe(" in "".join(cell.source for cell in code(path)[:3])
-        assert shown, "the opening shows what this machine will use"
+        assert shown, "the opening must show what this machine will use"
 
 
 @each_lesson
@@ -99,8 +99,8 @@ def test_code_cells_are_short(path):
     sizes = {cell.id: len(cell.source.splitlines()) for cell in code(path)}
     long = {name: size for name, size in sizes.items() if size > 20}
     assert not long, f"code cells over 20 lines: {long}"
-    # Including stubs, setups and checks; a lesson is read a few lines at a time.
-    assert sorted(sizes.values())[len(sizes) // 2] <= 9, f"the median is too long: {sizes}"
+    # Stubs, setups and checks count, too: a lesson is read a few lines at a time.
+    assert sorted(sizes.values())[len(sizes) // 2] <= 9, f"the median cell is too long: {sizes}"
 
 
 @each_lesson
@@ -153,6 +153,6 @@ def test_code_cells_parse_and_download_nothing(path):
         ast.parse(plain)
         assert "raises-exception" not in cell.tags, f"{cell.id}: use expected_error instead"
         for word in ("download=True", "weights=", "urlopen", "requests.", "!pip", "%pip"):
-            assert word not in cell.source, f"{cell.id} would fetch something: {word}"
-        # torch imports what is installed, such as an old pynvml that warns.
+            assert word not in cell.source, f"{cell.id} would download something: {word}"
+        # torch imports optional packages that may warn, such as an old pynvml.
         assert "-W error" not in cell.source, f"{cell.id}: make warnings errors after the imports"

@@ -1,4 +1,4 @@
-"""Files outside of the notebooks that mention lessons agree with the notebooks."""
+"""Files that mention lessons agree with the notebooks."""
 
 import re
 
@@ -37,7 +37,7 @@ def test_checks_and_wrong_answers_have_a_file_for_each_lesson():
 
 
 @pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
-def test_no_lesson_keeps_template_text(path):
+def test_no_lesson_contains_leftover_template_text(path):
     number = lessons.number(path)
     places = {f"{path.name}: {cell.id}": cell.source for cell in lessons.cells(path)}
     for file in lessons.ROOT.glob(f"*/**/lesson_{number}.py"):
@@ -52,7 +52,7 @@ def test_no_lesson_keeps_template_text(path):
     assert not left, f"still to be written: {left}"
 
 
-def test_questions_to_discuss_are_about_the_lessons_in_order():
+def test_discussion_questions_follow_the_order_of_the_lessons():
     text = (lessons.ROOT / "docs" / "discussion.md").read_text(encoding="utf-8")
     parts = re.split(r"^### ", text, flags=re.MULTILINE)[1:]
     titles = [part.partition("\n")[0] for part in parts]

@@ -11,11 +11,11 @@ each_lesson = pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.st
 
 
 def places(path, pattern):
-    """Guess id → index of the cell that contains the pattern, with the id as its group."""
+    """Map each guess's id, which ``pattern`` captures, to the index of the matching cell."""
     found = {}
     for index, cell in enumerate(lessons.cells(path)):
         for name in re.findall(pattern, cell.source) if cell.is_code else ():
-            assert name not in found, f"{cell.id}: {name} a second time"
+            assert name not in found, f"{cell.id}: {name} occurs twice"
             found[name] = index
     return found
 
@@ -35,7 +35,7 @@ def test_every_prediction_calls_guess(path):
     assert sorted(taken.values()) == [index + 1 for index in asked]
     own = str(int(lessons.number(path)))
     letters = "abcdefghijklmnopqrstuvwxyz"[: len(taken)]
-    assert list(taken) == [f"{own}{letter}" for letter in letters], "ids count up from a"
+    assert list(taken) == [f"{own}{letter}" for letter in letters], "letters must count up from a"
 
 
 @each_lesson
@@ -43,11 +43,11 @@ def test_every_prediction_is_compared_before_anything_is_asserted(path):
     cells = lessons.cells(path)
     taken = places(path, r'\bguess\("(\d+[a-z])"')
     met = places(path, r"\bguess_(\d+[a-z])\.compare\(")
-    assert taken.keys() == met.keys(), "each guess_1a = guess(...) meets guess_1a.compare(...)"
+    assert taken.keys() == met.keys(), "each guess_1a = guess(...) needs a guess_1a.compare(...)"
     for name, index in taken.items():
         assert f'guess_{name} = guess("{name}"' in cells[index].source
         between = cells[index : met[name] + 1]
-        assert index < met[name] and len(between) <= 8, f"{name} meets its outcome too late"
+        assert index < met[name] and len(between) <= 8, f"{name} is compared too late"
         for cell in between:
             spoils = cell.is_code and re.search(r"\bassert|\bexpected_error", cell.source)
-            assert not spoils, f"{cell.id} tells the answer to {name} before it is shown"
+            assert not spoils, f"{cell.id} gives away the answer to {name}"

@@ -70,4 +70,4 @@ def test_every_term_of_the_glossary_is_used_in_the_course_and_has_a_lesson():
         for cell in lessons.cells(path):
             if not cell.is_code:
                 book.link_first_uses(cell.source, unused)
-    assert not unused, "no lesson has these terms"
+    assert not unused, "no lesson uses these terms"

@@ -1,4 +1,4 @@
-"""A shell that runs cells."""
+"""The shell that runs a notebook's cells."""
 
 import subprocess
 import sys
@@ -13,6 +13,6 @@ Shell({"__name__": "__main__"}).run("print('ran')", "cell")
 """
 
 
-def test_the_end_of_a_process_does_not_clean_up_shells():
+def test_shells_are_not_cleaned_up_when_the_process_exits():
     done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True)
     assert done.stdout == "ran\n", done.stderr

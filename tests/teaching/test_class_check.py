@@ -1,4 +1,4 @@
-"""A class is judged in parallel, and the command writes a table and a file of verdicts."""
+"""A class is judged in parallel, and the command prints a table and writes a file of verdicts."""
 
 import csv
 import signal
@@ -38,7 +38,7 @@ def replica_sizes(batch_size, gpus):
 
 
 def test_lessons_are_judged_in_parallel(tmp_path):
-    # Each answer waits for the other: run one after another, the first would be too slow.
+    # Each answer waits for the other: run one after the other, the first would time out.
     one, two = str(tmp_path / "one is there"), str(tmp_path / "two is there")
     hand_in(tmp_path / "class", "one", {"4.1": WAITS.format(mine=one, other=two)})
     hand_in(tmp_path / "class", "two", {"4.1": WAITS.format(mine=two, other=one)})
@@ -98,22 +98,20 @@ def test_ctrl_c_leaves_a_complete_table_of_what_was_judged(tmp_path):
         ("--jobs 0", "argument --jobs: expected a whole number of at least 1, found '0'"),
     ],
 )
-def test_class_check_refuses_limits_that_cannot_work(tmp_path, capsys, options, message):
+def test_class_check_rejects_invalid_limits(tmp_path, capsys, options, message):
     with pytest.raises(SystemExit) as left:
         class_check.main([str(tmp_path), *options.split()])
     assert left.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_a_csv_that_cannot_be_written_is_reported_before_anybody_is_judged(tmp_path, monkeypatch):
+def test_a_csv_that_cannot_be_written_is_reported_before_anyone_is_judged(tmp_path, monkeypatch):
     hand_in(tmp_path / "class", "one", SOLUTIONS)
-    monkeypatch.setattr(class_check, "judge", lambda *_: pytest.fail("an hour was lost"))
+    monkeypatch.setattr(class_check, "judge", lambda *_: pytest.fail("judged too early"))
     with pytest.raises(SystemExit, match=r"class_check: .*No such file or directory.*nowhere"):
         class_check.main([str(tmp_path / "class"), "--csv", str(tmp_path / "nowhere" / "a.csv")])
 
 
-def test_a_lesson_that_the_system_cannot_judge_leaves_the_others_their_verdicts(
-    tmp_path, monkeypatch
-):
+def test_a_lesson_that_cannot_be_judged_does_not_affect_the_others(tmp_path, monkeypatch):
     def judged(tasks, *_):
         if "a full disk" in tasks[0].answer:
             raise OSError(28, "No space left on device")

@@ -12,7 +12,7 @@ from teaching import editions, lessons
 (LESSON,) = (path for path in lessons.NOTEBOOKS if lessons.number(path) == "04")
 
 
-def test_the_student_edition_has_no_solutions_and_the_solved_one_has_all():
+def test_the_student_edition_has_no_solutions_and_the_solved_one_has_all_of_them():
     for path in lessons.NOTEBOOKS:
         original = json.loads(path.read_text("utf-8"))
         student, solved = (editions.edition(original, kind) for kind in editions.EDITIONS)
@@ -65,7 +65,7 @@ def test_an_edition_is_a_complete_course_and_overwrites_nothing(tmp_path, target
 
 
 def _leads_nowhere_else(root, readme):
-    """What the README names exists, and its commands work without tests and teaching."""
+    """Check that the README names only existing files, and commands that need none left out."""
     assert "docker build" in readme and "Binder" in readme and "## Teach with it" not in readme
     for wanted in ("Dockerfile", ".devcontainer/devcontainer.json", "binder/postBuild"):
         assert (root / wanted).is_file()

@@ -1,4 +1,4 @@
-"""The exam: its stubs, solutions and typical mistakes; its sheet; judged like a lesson."""
+"""The exam: its stubs, solutions and typical mistakes, its sheet, and how it's judged."""
 
 import ast
 import json
@@ -14,7 +14,7 @@ from teaching.exam.__main__ import JUDGED_LATER, main
 from teaching.judge import outcome_of
 
 TASKS = lessons.exercise_ids(lessons.EXAM)
-# Right answers that differ from the solution: text in it, and what replaces it.
+# Right answers that differ from the solution: pairs of its text and a replacement.
 OTHERS = {
     "99.7": [("return max(free_s)", "from numpy import array\n    return array(free_s).max()")],
     "99.8": [("1000, 1500", "460, 12_500")],
@@ -32,7 +32,7 @@ each_task = pytest.mark.parametrize("task", TASKS)
 
 @pytest.fixture(autouse=True)
 def without_the_notebooks_gpus():
-    """Its setup enables eight GPUs permanently; a test restores the previous ones."""
+    """Disable the eight GPUs that the exam's setup leaves enabled."""
     yield
     vgpu.disable()
 
@@ -52,17 +52,17 @@ def test_the_unchanged_stub_counts_as_not_attempted(task):
 
 
 @each_task
-def test_the_solution_passes_and_shows_what_it_did(task):
+def test_the_solution_passes_and_shows_what_it_achieved(task):
     solution = lessons.solution(lessons.EXAM, task)
     others = [solution.replace(*pair) for pair in OTHERS.get(task, ())]
     assert solution not in others
-    for source in [solution] * (3 if ALL else 1) + others:  # the input is redrawn
+    for source in [solution] * (3 if ALL else 1) + others:  # with new random inputs
         outcome = outcome_of(lessons.EXAM, task, source)
         assert outcome.status == "right" and outcome.achieved, f"{source}\n{outcome}"
 
 
 @pytest.mark.parametrize("task", ["99.2", "99.4", "99.6"])
-def test_an_answer_without_return_gets_a_hint_and_no_line_of_the_check(task):
+def test_an_answer_without_a_return_gets_a_hint_but_no_line_number(task):
     (stub,) = lessons.tagged(lessons.EXAM, f"stub-{task}")
     outcome = outcome_of(
         lessons.EXAM, task, stub.source.replace("raise NotImplementedError", "...")
@@ -72,14 +72,14 @@ def test_an_answer_without_return_gets_a_hint_and_no_line_of_the_check(task):
 
 
 @each_task
-def test_typical_mistakes_fail_with_their_hint(task):
+def test_typical_mistakes_fail_with_their_hints(task):
     assert len(WRONG[task]) >= 3
     for source, phrase in WRONG[task]:
         outcome = outcome_of(lessons.EXAM, task, source)
-        assert outcome.status == "wrong", f"passed as {outcome.status}:\n{source}"
+        assert outcome.status == "wrong", f"judged {outcome.status}, not wrong:\n{source}"
         assert phrase in str(outcome), f"{phrase!r} is not in:\n{outcome}"
-        assert outcome.yours != outcome.expected or outcome.error, f"they read the same:\n{outcome}"
-        assert outcome.given and outcome.hint, f"for which input, and why?\n{outcome}"
+        assert outcome.yours != outcome.expected or outcome.error, f"both look the same:\n{outcome}"
+        assert outcome.given and outcome.hint, f"the input or hint is missing:\n{outcome}"
 
 
 def test_the_exams_tasks_are_not_in_the_course():

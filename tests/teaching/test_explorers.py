@@ -1,4 +1,4 @@
-"""Explorers on the site's pages: every answer is there, and a sample of them matches the function."""
+"""Explorers on the site: every answer is stored, and a sample of them matches the function."""
 
 import html.parser
 from itertools import product
@@ -19,7 +19,7 @@ COMPARED = list(product((2, 3, 4), range(7))) if ALL else SAMPLE
 
 @pytest.fixture(scope="module")
 def lesson(tmp_path_factory):
-    """The ring's explorer, executed in a lesson; then its function for some of 3 × 7 settings."""
+    """A lesson that runs the ring explorer, then its function for some of the 3 × 7 settings."""
     calls = [f"show_ring({ranks}, {step})" for ranks, step in COMPARED]
     cells = [nbformat.v4.new_code_cell(source) for source in (SETUP, "ring_explorer()", *calls)]
     folder = tmp_path_factory.mktemp("explorers")
@@ -50,10 +50,10 @@ def test_the_page_has_the_functions_answer_for_every_combination(lesson, found):
         answer = found["answers"][explorers.place((ranks - 2, step), (3, 7))]
         parts = [found["parts"][part] for part in answer]
         assert _shown(parts) == _shown(cell.outputs), cell.source
-    assert len(found["parts"]) == 2 * (3 + 5 + 7), "a step past the end is stored once"
+    assert len(found["parts"]) == 2 * (3 + 5 + 7), "steps past the end share one answer"
 
 
-def test_controls_have_labels_and_pictures_are_files_stored_once(lesson, found, tmp_path):
+def test_controls_have_labels_and_each_picture_is_stored_as_one_file(lesson, found, tmp_path):
     page = _Page()
     page.feed(explorers.explorer(found, tmp_path, "a-0"))
     controls = [of for tag, of in page.tags if tag in ("input", "select")]
@@ -67,7 +67,9 @@ def test_controls_have_labels_and_pictures_are_files_stored_once(lesson, found, 
     assert all(of["alt"] for of in pictures)
     named = {of["src"].removeprefix("_static/explorers/") for of in pictures}
     assert named == {path.name for path in tmp_path.iterdir()}
-    assert len(named) == 3 + 5 + 7 and len(pictures) == len(named) + 1, "and the first answer"
+    assert len(named) == 3 + 5 + 7 and len(pictures) == len(named) + 1, (
+        "the first answer occurs twice"
+    )
 
 
 def test_the_explorer_replaces_its_first_picture(lesson, tmp_path):

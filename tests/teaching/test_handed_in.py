@@ -1,4 +1,4 @@
-"""Folders as learners leave them: several copies, lost tags, missing cells, anything else."""
+"""Folders as learners hand them in: multiple copies, lost tags, missing cells, other files."""
 
 import csv
 import json
@@ -11,7 +11,7 @@ from learners import LESSON, LIMITS, SOLUTIONS, hand_in, statuses
 from teaching import class_check, lessons
 
 
-def test_class_check_survives_missing_cells_and_broken_files_and_takes_the_newest_copy(tmp_path):
+def test_class_check_survives_missing_cells_and_broken_files_and_judges_the_newest_copy(tmp_path):
     cut = json.loads(LESSON.read_text("utf-8"))
     cut["cells"] = [c for c in cut["cells"] if "check-4.2" not in c["metadata"].get("tags", ())]
     hand_in(tmp_path, "cut", {}, cut)
@@ -47,7 +47,7 @@ def test_class_check_finds_answers_without_tags_and_ignores_edited_checks(tmp_pa
 
 
 @pytest.mark.parametrize("content", ["nothing", "empty", "file"])
-def test_class_check_refuses_a_folder_without_a_class(tmp_path, content):
+def test_class_check_rejects_a_folder_without_a_class(tmp_path, content):
     folder = tmp_path / "class"
     if content == "empty":
         (folder / "someone").mkdir(parents=True)
@@ -73,7 +73,7 @@ def test_every_learner_is_in_the_table_whatever_the_folder_contains(tmp_path, ca
     with odd["large"].open("wb") as file:
         file.truncate(10**12)
     odd["bom"].write_bytes(b"\xef\xbb\xbf" + LESSON.read_bytes())
-    # Another system's disk: bytes that aren't UTF-8; and a name that would break the table.
+    # A name from another system that isn't UTF-8, and one that would break the table.
     strange = [os.fsencode(folder) + b"/M\xfcller", os.fsencode(folder) + b"/a\nb"]
     for name in strange:
         os.mkdir(name)

@@ -32,7 +32,7 @@ assert text == "\\n8 GPUs\\n! nothing\\n"
 """
 
 
-# Typed as in a notebook; later answers can use the names of earlier ones.
+# Typed as in a notebook; later answers can use names that earlier ones define.
 TYPED = {
     "4.1": AS_IN_A_NOTEBOOK + SOLUTIONS["4.1"],
     "4.2": "%%time\nassert left == 2\n" + SOLUTIONS["4.2"],
@@ -41,12 +41,12 @@ TYPED = {
 
 
 def test_answers_after_one_that_ends_the_process_still_have_earlier_names(tmp_path):
-    # When the process ends, the names of 4.1 are lost: the next one reruns 4.1.
+    # When the process ends, the names from 4.1 are lost: the next process reruns 4.1.
     one = hand_in(tmp_path, "one", {**SOLUTIONS, "4.2": "import os; os._exit(3)"})
     notebook = json.loads(one.read_text("utf-8"))
     tags = [cell["metadata"].get("tags", ()) for cell in notebook["cells"]]
     (place,) = (index for index, of in enumerate(tags) if "stub-4.3" in of)
-    # A failing cell above a right one.
+    # A failing cell above a right answer.
     trial = {"cell_type": "code", "metadata": {}, "source": "assert replica_sizes(16, 8)\n1 / 0"}
     notebook["cells"].insert(place, trial)
     one.write_text(json.dumps(notebook), "utf-8")
@@ -75,7 +75,7 @@ time.sleep(600)
 """
 
 
-def test_the_time_limit_ends_an_answer_and_all_that_it_started_but_not_the_next(tmp_path):
+def test_the_time_limit_ends_an_answer_and_everything_it_started_but_not_the_next(tmp_path):
     pids = [tmp_path / "one", tmp_path / "two"]
     answers = {
         "4.1": STARTS_A_CHILD.format(pid=str(pids[0])),
@@ -177,13 +177,13 @@ def test_hostile_answers_do_not_change_other_learners_verdicts(tmp_path, capsys)
     assert rows.keys() == hostile.keys()
     # What verdicts "overwrites" and "writes" get doesn't matter.
     assert rows["=forks"] == ["✓", "!", "✓", "2"] and rows["honest"] == ["✓", "✓", "✓", "3"]
-    assert rows["waits"] == ["✓", "✓", "·", "2"], "4.2 is right without what 4.1 left"
+    assert rows["waits"] == ["✓", "✓", "·", "2"], "4.2 is right without the thread from 4.1"
     assert rows["raises"] == ["!", "!", "!", "0"]
     text = (tmp_path / "all.csv").read_text("utf-8")
     assert r"ValueError: \ud800 \x1b[2J xxx" in text and "Mute, which has no message" in text
     assert "raises,4.3,error,SystemExit" in text
     assert max(map(len, text.splitlines())) < 3000
-    assert "\n'=forks,4.2,error,'=1+1" in text, "a spreadsheet would compute it"
+    assert "\n'=forks,4.2,error,'=1+1" in text, "a spreadsheet would evaluate it"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")

@@ -29,7 +29,7 @@ number_explorer()
 """
 
 
-def test_an_explorer_leaves_its_first_picture(tmp_path):
+def test_an_explorer_is_replaced_by_its_first_picture(tmp_path):
     bar = "from tqdm.notebook import tqdm\nfor _ in tqdm(range(2)): pass"
     cells = [nbformat.v4.new_code_cell(source) for source in (EXPLORER, bar)]
     notebook = nbformat.v4.new_notebook(cells=cells)
@@ -39,12 +39,12 @@ def test_an_explorer_leaves_its_first_picture(tmp_path):
     picture, sentence = ran.cells[0].outputs
     assert picture.data["text/html"] == "<img alt='a bar 3 high'>"
     assert sentence.data["text/markdown"] == rendered.LIVE_ONLY
-    assert ran.cells[1].outputs == [], "a progress bar is no explorer"
+    assert ran.cells[1].outputs == [], "a progress bar is not an explorer"
     assert "widgets" not in ran.metadata
     nbformat.validate(ran)
 
 
-def test_an_explorer_leaves_its_answers_in_the_state_after_its_cell(tmp_path):
+def test_an_explorers_answers_are_computed_in_the_state_after_its_cell(tmp_path):
     cells = [nbformat.v4.new_code_cell(source) for source in (ASKED, "factor = 1000")]
     path = tmp_path / "99_explorer.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)

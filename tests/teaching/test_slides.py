@@ -1,4 +1,4 @@
-"""What goes on which slide, determined from a lesson's cells."""
+"""How a lesson's cells become slides, and what each keypress reveals."""
 
 import re
 

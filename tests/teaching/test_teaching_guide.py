@@ -27,8 +27,8 @@ def test_timetables_add_up():
             assert start == clock, f"{what!r} begins at minute {start}, not {clock}"
             clock += minutes
             since_a_break = 0 if what in ("Break", "Lunch") else since_a_break + minutes
-            assert since_a_break <= 120, f"two hours without a break, at {what!r}"
-        assert 200 <= clock <= 450, f"a half day or a day of {clock} minutes"
+            assert since_a_break <= 120, f"more than two hours without a break, at {what!r}"
+        assert 200 <= clock <= 450, f"{clock} minutes is neither half a day nor a day"
 
 
 @pytest.mark.parametrize("row", [row[2] for table in TABLES for row in table if "](" in row[2]])
@@ -41,7 +41,7 @@ def test_a_timetable_names_sections_and_exercises_that_exist(row):
         assert name in lessons.exercise_ids(path.resolve())
 
 
-def test_every_lesson_has_its_part_and_names_sections_that_exist():
+def test_every_lesson_has_a_part_that_names_existing_sections():
     parts = dict(re.findall(r"^### (\d\d) · .*?\n(.*?)(?=^##)", GUIDE, re.MULTILINE | re.DOTALL))
     numbered = {lessons.number(path): path for path in lessons.NOTEBOOKS if lessons.number(path)}
     assert parts.keys() == numbered.keys()

@@ -16,7 +16,7 @@ HALVES = (
 
 
 @pytest.mark.parametrize(("half", "numbers", "minutes"), HALVES, ids=("morning", "afternoon"))
-def test_a_timetable_fills_its_time_and_gives_each_core_more_than_it_takes(half, numbers, minutes):
+def test_a_timetable_fills_its_time_and_leaves_slack_for_each_core(half, numbers, minutes):
     rows = workshop.timetable(half, numbers, minutes)
     clock = since_a_break = 0
     for start, given, what in rows:
@@ -32,7 +32,7 @@ def test_a_timetable_fills_its_time_and_gives_each_core_more_than_it_takes(half,
         assert given >= 1.2 * own, f"{title}: {given} minutes for a core of {own:.0f}"
 
 
-def test_the_workshop_has_only_the_cores_and_a_page(tmp_path, capsys):
+def test_the_workshop_consists_of_the_cores_and_a_page(tmp_path, capsys):
     workshop.main([str(tmp_path / "workshop")])
     assert "your page" in capsys.readouterr().out
     page = (tmp_path / "workshop.md").read_text("utf-8")
@@ -52,6 +52,6 @@ def test_the_workshop_has_only_the_cores_and_a_page(tmp_path, capsys):
         prose = "\n".join(sections.source(cell) for cell in notebook["cells"])
         assert "with *more*" not in prose and len(sections.core(notebook["cells"])) > 20
         for target in re.findall(r"\]\(([\w.]+\.ipynb)\)", prose):
-            assert target in made, f"{name} leads to {target}, which was left out"
+            assert target in made, f"{name} links to {target}, which was left out"
     with pytest.raises(SystemExit, match="already exists"):
         workshop.main([str(tmp_path / "workshop")])
