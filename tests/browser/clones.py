@@ -1,4 +1,4 @@
-"""Clones of the course in which to try its first commands, as a new user would."""
+"""Clones of the course in which to try its first command as a new user would."""
 
 import json
 import shutil
@@ -13,15 +13,15 @@ LEFT_OUT = (".venv*", ".git", "build", "dist", "__pycache__", ".*_cache", "*.egg
 
 
 def clone(folder: Path) -> Path:
-    """The course's files in a new folder, without an environment."""
+    """Copy the course's files, without an environment, to a new folder; returns the folder."""
     return shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
 
 
 def lend_environment(folder: Path) -> None:
     """Give a clone this environment, as if setup had created one there.
 
-    Packages are links to the existing ones; files that contain the location, or that setup writes,
-    are the clone's own. So the course that runs is the clone's.
+    Packages are links to the existing ones. Files that contain the environment's location, or that
+    setup writes, are the clone's own, so the course that runs is the clone's.
     """
     mine, venv = Path(sys.prefix), folder / ".venv"
     packages = Path(sysconfig.get_path("purelib"))

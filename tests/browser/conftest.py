@@ -32,7 +32,7 @@ def pytest_sessionstart(session):
 def pytest_terminal_summary(terminalreporter, config):
     for name, seconds in config.seconds_to_answer.items():
         took = ", ".join(f"{second:.2f}" for second in seconds)
-        terminalreporter.write_line(f"explorer of lesson {name} answered after {took} s")
+        terminalreporter.write_line(f"lesson {name}'s explorer answered after {took} s")
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +40,7 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     found = next(filter(None, map(shutil.which, CHROMIUM)))
-    # Root, as in a container, can't use the sandbox; the pages are our own.
+    # Root, as in a container, can't use the sandbox. It isn't needed: the pages are our own.
     options = ["--no-sandbox"] if sys.platform == "linux" else []
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=found, args=options)
@@ -62,7 +62,7 @@ def address(scratch):
 
 @pytest.fixture(scope="module")
 def open_lesson(browser, address):
-    """Opens a lesson by the start of its name; its kernel ends with the test module or the next call."""
+    """A function that opens the lesson whose name starts with ``start``, and closes the last one."""
     pages = []
 
     def close():

@@ -19,7 +19,7 @@ RUN_ALL = "notebook:run-all-cells"
 
 @contextmanager
 def served(folder: Path, scratch: Path, settings: dict[str, dict] | None = None):
-    """Serve ``folder`` with JupyterLab; yields its address. settings: by plugin id."""
+    """Serve ``folder`` with JupyterLab; yields its address. settings: values by plugin id."""
     for plugin, values in (settings or {}).items():
         package, name = plugin.split(":")
         path = scratch / "settings" / package / f"{name}.jupyterlab-settings"
@@ -49,7 +49,7 @@ def served(folder: Path, scratch: Path, settings: dict[str, dict] | None = None)
 
 
 def _address(server: subprocess.Popen, scratch: Path) -> str:
-    """The server's address, as soon as it answers."""
+    """Return the server's address as soon as the server responds."""
     found = scratch / "runtime" / f"jpserver-{server.pid}.json"
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
@@ -58,7 +58,7 @@ def _address(server: subprocess.Popen, scratch: Path) -> str:
             address = json.loads(found.read_text())["url"]
             _request(address, "GET", "status")
         except (OSError, ValueError):
-            # The file exists before its text, and its text before the port is open.
+            # The file exists before it has any text, and has its text before the port is open.
             time.sleep(0.1)
         else:
             return address
@@ -91,7 +91,7 @@ class Lesson:
             self.command("notebook:expand-all-headings")
 
     def ask(self, function: str, *args):
-        """The value of a JavaScript function called with the notebook's panel (and ``args``)."""
+        """Return the value of a JavaScript function called with the notebook's panel (and ``args``)."""
         arrow = "([f, a]) => eval(f)(window.jupyterapp.shell.currentWidget, ...a)"
         return self.page.evaluate(arrow, [function, list(args)])
 
@@ -116,29 +116,29 @@ class Lesson:
         self.wait_for(done, seconds)
 
     def cells(self) -> list[dict]:
-        """Each cell: id, kind, tags, source and outputs."""
+        """Return each cell's id, kind, tags, source and outputs."""
         return self.ask("""p => [...p.content.model.cells].map(c => ({
           id: c.id, kind: c.type, tags: c.metadata.tags ?? [], source: c.sharedModel.getSource(),
           outputs: c.type === 'code' ? c.outputs.toJSON() : []}))""")
 
     def index(self, tag: str) -> int:
-        """The index of the cell with a tag; there must be exactly one."""
+        """Return the index of the only cell with a tag."""
         (found,) = (n for n, cell in enumerate(self.cells()) if tag in cell["tags"])
         return found
 
     def at(self, index: int):
-        """A cell's position on the page, if it's rendered: JupyterLab leaves out distant cells."""
+        """Return a locator for a cell; JupyterLab doesn't render cells far from the visible ones."""
         panel = ".jp-NotebookPanel:not(.lm-mod-hidden)"
         return self.page.locator(f"{panel} .jp-Cell[data-windowed-list-index='{index}']")
 
     def show(self, index: int):
-        """Scroll a cell into view; returns its position on the page."""
+        """Scroll a cell into view; returns its locator."""
         self.ask("(p, n) => { p.content.activeCellIndex = n; p.content.scrollToItem(n); }", index)
         self.at(index).wait_for(state="visible", timeout=30_000)
         return self.at(index)
 
     def put(self, index: int, source: str) -> None:
-        """Type over a code cell: select all, and write ``source``."""
+        """Replace a code cell's source as a user would: select all, and type ``source``."""
         self.show(index).locator(".cm-content").click()
         self.page.keyboard.press("Control+A")
         self.page.keyboard.insert_text(source)
@@ -155,9 +155,9 @@ class Lesson:
         )
 
     def count(self, index: int) -> int:
-        """The execution count of a code cell, 0 before its first run."""
+        """Return a code cell's execution count, or 0 before its first run."""
         return self.ask("(p, n) => p.content.model.cells.get(n).executionCount ?? 0", index)
 
     def text(self, index: int) -> str:
-        """The text on the page under a code cell."""
+        """Return the text of a code cell's output on the page."""
         return self.show(index).locator(".jp-OutputArea").inner_text()

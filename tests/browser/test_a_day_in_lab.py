@@ -1,4 +1,4 @@
-"""What a learner does in JupyterLab besides running cells: answer, stop, type, use dark mode."""
+"""What learners do in JupyterLab: solve an exercise, stop a cell, use the keyboard, dark mode."""
 
 import psutil
 import pytest
@@ -43,7 +43,7 @@ CONTRAST = """roots => {
 }"""
 
 
-def test_an_exercise_shows_a_wrong_answer_then_a_right_one_and_the_progress(open_lesson):
+def test_an_exercise_judges_a_wrong_and_a_right_answer_and_counts_as_progress(open_lesson):
     (path,) = (path for path in lessons.NOTEBOOKS if path.name.startswith("04"))
     (wrong, phrase), *_ = wrong_answers("4.1")
     lesson = open_lesson("04")
@@ -82,7 +82,7 @@ def test_the_stop_button_ends_a_running_launch_and_its_processes(open_lesson):
     lines = lesson.ask(f"p => {printed}").splitlines()
     ranks = [psutil.Process(int(line.split()[-1])) for line in lines if "my process is" in line]
     assert len(ranks) == 2
-    # In JupyterLab, the button is in the visible panel; its name starts with its command's label.
+    # Hidden panels have this button, too.
     panel = lesson.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
     panel.locator("[data-jp-item-name='interrupt']").click()
     lesson.wait_for(f"p => {outputs}.some(o => o.ename === 'KeyboardInterrupt')", 60)
@@ -118,7 +118,7 @@ def test_a_lesson_can_be_done_with_the_keyboard_alone(open_lesson):
         if "noUi-handle" in where:
             break
     else:
-        pytest.fail(f"the Tab key does not reach the slider but {where}")
+        pytest.fail(f"the Tab key reaches {where}, not the slider")
     keyboard.press("ArrowRight")
     lesson.page.wait_for_function(
         "([area, shown]) => { const now = area.querySelector('img');"

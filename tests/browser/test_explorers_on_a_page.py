@@ -1,4 +1,4 @@
-"""The site's explorers in a browser: from a file, with the keyboard, and without JavaScript."""
+"""The site's explorers in a browser: as a file, with the keyboard, and without JavaScript."""
 
 from itertools import product
 
@@ -56,7 +56,7 @@ def test_every_position_of_the_controls_shows_its_answer(browser, address):
     page.close()
 
 
-def test_without_javascript_the_page_shows_the_first_answer_and_no_dead_controls(browser, address):
+def test_a_page_without_javascript_shows_the_first_answer_and_no_dead_controls(browser, address):
     page = browser.new_page(java_script_enabled=False)
     page.goto(address)
     assert page.locator(".explorer-answer").inner_text().split("\n")[-1] == "8 PCIe H100 2"

@@ -24,7 +24,7 @@ ERRORS = "[data-mime-type='application/vnd.jupyter.error']"
 
 
 def first_command():
-    """The first line of the README's first block of commands, as a user would copy it."""
+    """Return the first line of the README's first block of commands, as a user would copy it."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     return re.search(r"```\n(.*)\n", readme).group(1).split("#")[0].split()
 

@@ -1,6 +1,4 @@
-"""A lesson as it opens, with its core visible, and a guess: nothing waits for it, and nothing gives
-it away.
-"""
+"""A lesson opens with only its core visible; nothing waits for a guess or gives it away."""
 
 import re
 
@@ -24,7 +22,7 @@ def hidden(lesson):
 def test_more_is_collapsed_when_a_lesson_opens(lesson):
     cells, away = lesson.cells(), hidden(lesson)
     heading = next(n for n, cell in enumerate(cells) if "more" in cell["tags"])
-    assert not away[heading] and away[heading + 1], "the heading stays, and what follows is hidden"
+    assert not away[heading] and away[heading + 1], "only what follows the heading must be hidden"
     core = index_of(lesson, 'check("4.1"')
     assert not away[core]
     lesson.command("notebook:expand-all-headings")
@@ -32,7 +30,7 @@ def test_more_is_collapsed_when_a_lesson_opens(lesson):
     assert not any(hidden(lesson))
 
 
-def test_a_guess_by_field_opens_its_explanation_and_run_all_does_not_wait(lesson):
+def test_a_typed_guess_opens_its_explanation_and_run_all_does_not_wait_for_it(lesson):
     lesson.run_all()
     asked, met = index_of(lesson, 'guess("4b")'), index_of(lesson, "guess_4b.compare")
     explanation = index_of(lesson, 'class="why-4b"')
@@ -50,7 +48,7 @@ def test_a_guess_by_field_opens_its_explanation_and_run_all_does_not_wait(lesson
     assert lesson.show(explanation).locator("details").evaluate("each => each.open")
 
 
-def test_a_guess_by_button_may_be_skipped(lesson):
+def test_a_guess_with_buttons_can_be_skipped(lesson):
     asked, met = index_of(lesson, 'guess("4d"'), index_of(lesson, "guess_4d.compare")
     buttons = lesson.show(asked).locator("button.jupyter-button")
     assert buttons.all_inner_texts() == ["it complains", "not a word", "skip"]

@@ -1,4 +1,4 @@
-"""Every lesson in JupyterLab, in a browser: opened, run, and its explorer moved."""
+"""Every lesson in JupyterLab, in a browser: it's opened and run, and its explorer is used."""
 
 import re
 import time
@@ -62,7 +62,7 @@ def test_the_explorer_responds_to_its_slider(ran, request):
     name, lesson = ran
     found = [n for n, cell in enumerate(lesson.cells()) if EXPLORER.search(cell["source"])]
     if not found:
-        assert name not in ("02", "04", "05", "06", "10", "11", "13"), "the explorer is gone"
+        assert name not in ("02", "04", "05", "06", "10", "11", "13"), "the explorer is missing"
         pytest.skip("the lesson has no explorer")
     for index in found:
         area = lesson.show(index).locator(".jp-OutputArea").first

@@ -1,7 +1,7 @@
-"""One computation on the CPU and on a virtual GPU, and which properties of the results must match.
+"""Compare a computation's results on the CPU and on a virtual GPU.
 
-The inputs are moved as they are, with the same values, strides, offsets, conjugations and shared
-tensors. A virtual GPU runs the CPU's own kernels, so everything but the device must match.
+Inputs keep their values, strides, offsets, lazy conjugations and shared tensors when they're copied
+to the GPU. A virtual GPU runs the CPU's own kernels, so everything but the device must match.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ class Disagreement(AssertionError):
 
 
 def to_gpu(value: Any, moved: dict[int, torch.Tensor]) -> Any:
-    """A copy of ``value`` in which all tensors, and all mentions of the CPU, are moved to the GPU.
+    """Return a copy of ``value`` with all tensors on the GPU, and its device in place of the CPU.
 
-    moved: the tensors so far, by their original's id, so that one tensor stays one.
+    moved: the tensors copied so far, by the original's id, so that each is copied only once.
     """
     if isinstance(value, torch.Tensor):
         if id(value) not in moved:
@@ -43,7 +43,7 @@ def to_gpu(value: Any, moved: dict[int, torch.Tensor]) -> Any:
 
 
 def _tensor_to_gpu(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its strides and offset, which ``Tensor.to`` might change."""
+    """Return a copy on the GPU with the same strides and offset, which ``to`` might change."""
     source = tensor.detach()
     if source.is_conj():
         copy = _tensor_to_gpu(source.conj()).conj()
@@ -63,9 +63,7 @@ def _fills_its_storage(tensor: torch.Tensor) -> bool:
 
 
 def without_bases(value: Any) -> Any:
-    """``value`` with views as independent tensors: a sample's view has a base that requires the
-    gradient instead.
-    """
+    """Return ``value`` with leaf tensors in place of views, whose bases would get the gradients."""
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf._base is None:
@@ -87,12 +85,12 @@ def check_same(
     strides: bool = True,
     tolerance: float | None = None,
 ) -> None:
-    """Raise Disagreement unless ``found``, on the GPU, is ``expected``, on the CPU.
+    """Raise Disagreement unless ``found``, on the GPU, matches ``expected``, on the CPU.
 
     values: False compares everything but the values, for uninitialized memory. strides: False
-    leaves out strides, for gradients: autograd accumulates gradients in place, but those of tensor
-    subclasses out of place, and guarantees no strides either way. tolerance: relative and absolute,
-    instead of torch.testing's default for the dtype.
+    ignores strides, for gradients: autograd accumulates gradients in place, but those of tensor
+    subclasses out of place, and guarantees no strides either way. tolerance: both relative and
+    absolute; the default is torch.testing's for the dtype.
     """
     found_leaves, found_structure = pytree.tree_flatten(found)
     expected_leaves, expected_structure = pytree.tree_flatten(expected)
@@ -149,13 +147,13 @@ def _require(holds: bool, what: str, name: str, found: Any, expected: Any) -> No
 
 
 def run_seeded(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """The call's result, with the random number generators in the same state before each call."""
+    """Return the call's result after seeding the random number generators."""
     torch.manual_seed(0)
     return function(*args, **kwargs)
 
 
 def check_same_outcome(on_cpu: Callable, on_gpu: Callable, what: str, **options: Any) -> tuple:
-    """Both results, compared; None for both if the CPU and the GPU both refuse."""
+    """Return both results after comparing them, or None for both if both raise the same error."""
     try:
         expected = on_cpu()
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError) as refusal:
@@ -168,7 +166,7 @@ def check_same_outcome(on_cpu: Callable, on_gpu: Callable, what: str, **options:
 
 
 def gradients(result: Any, inputs: Any) -> list[torch.Tensor | None]:
-    """The gradients of every input that requires one, from seeded gradients of the results."""
+    """Return the gradients of all inputs that require one, for random gradients of the results."""
     outputs = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
     sources = [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
     if not outputs or not sources:

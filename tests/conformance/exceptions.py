@@ -1,14 +1,14 @@
-"""What doesn't agree with the CPU, and why. A row that starts to agree fails the tests.
+"""What doesn't match the CPU, and why. The tests fail if a listed exception starts to match.
 
-At most one operator in a hundred may be listed here; a test counts them. All modules and optimizers agree.
+A test allows exceptions for at most 1% of operators. All modules and optimizers match.
 """
 
-# Entry, "operator-dtype": the true reason.
+# "operator-dtype": why it differs.
 OPERATORS: dict[str, str] = {
-    "native_batch_norm-float32": "in evaluation CUDA hands the running statistics on, the CPU nothing",
+    "native_batch_norm-float32": "in evaluation, CUDA returns the running statistics, the CPU empty tensors",
 }
 VARIANTS: dict[str, str] = {
-    name: "torch's C++ does not write to out= there when an operand is of a tensor subclass"
+    name: "with an operand of a tensor subclass, torch's C++ code doesn't write to out= here"
     for name in ("linalg_matrix_rank", "linalg_matrix_rank_hermitian")
 }
 
@@ -22,11 +22,11 @@ UNINITIALIZED = {
     "new_empty_strided",
 }
 
-# Operators whose tensor arguments must be on the CPU, also on CUDA.
+# Operators whose tensor arguments must be on the CPU, even for CUDA tensors.
 CPU_ARGUMENTS = {"tensor_split"}
 
-# Where torch picks a kernel by device type, so that the last digits differ: relative and absolute
-# tolerance. On the CPU, attention runs fused; on a virtual GPU, as separate matrix products.
+# Relative and absolute tolerances where torch picks kernels by device type, so that the last digits
+# differ: on the CPU, attention is fused; on a virtual GPU, it consists of separate matmuls.
 TOLERANCES = {
     "nn.functional.scaled_dot_product_attention": 1e-4,
     "nn.Transformer": 1e-4,
@@ -34,4 +34,6 @@ TOLERANCES = {
 }
 
 # torch.zeros(3, out=t, device=...): a real GPU allows naming the same device twice.
-DEVICE_BESIDE_OUT = "torch's C++ compares device= with the device under which it knows the tensor"
+DEVICE_BESIDE_OUT = (
+    "torch's C++ code compares device= with the device that it has stored for the tensor"
+)

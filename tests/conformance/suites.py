@@ -1,4 +1,4 @@
-"""The test suites that ship with torch, and how much of them is run.
+"""The test suites that ship with torch, and how much of each is run.
 
 ``make test`` runs the first few samples of every third entry, ``make test-all`` every sample of
 every entry, which takes minutes.
@@ -14,7 +14,7 @@ import torch
 from levels import ALL
 
 with warnings.catch_warnings():
-    # hypothesis is missing there, but only tests that aren't used here need it.
+    # They warn if hypothesis is missing, but only tests that aren't used here need it.
     warnings.simplefilter("ignore", ImportWarning)
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, module_db
@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 # torch's test utilities forbid torch.backends.cudnn.benchmark = ... for the rest of the process,
-# but other tests in it may need that.
+# but other tests may need to set it.
 torch.backends.__allow_nonbracketed_mutation_flag = True
 
 __all__ = [
@@ -46,17 +46,17 @@ __all__ = [
 
 
 def first(count: int, samples: Iterable) -> Iterable:
-    """The first ``count`` samples, or all in a full run."""
+    """Return the first ``count`` samples, or all of them under ``make test-all``."""
     return samples if ALL else itertools.islice(samples, count)
 
 
 def sampled(entries: dict[str, Any]) -> dict[str, Any]:
-    """Every third entry; all under ``make test-all``."""
+    """Return every third entry, or all of them under ``make test-all``."""
     return entries if ALL else dict(itertools.islice(entries.items(), 0, None, 3))
 
 
 def marked(entries: dict[str, Any], exceptions: dict[str, str]) -> list:
-    """Parameters for pytest: an exception must still disagree, and its reason is shown."""
+    """Return pytest parameters; an exception must still differ, and shows its reason."""
     return [
         pytest.param(
             entry,

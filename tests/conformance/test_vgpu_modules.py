@@ -22,13 +22,13 @@ from conformance.suites import (
 )
 from torch.nn.modules.lazy import LazyModuleMixin
 
-# torch warns about what its samples use on purpose: deprecated, experimental and beta features.
+# torch warns about the deprecated, experimental and beta features that its samples use on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 # A module's first samples are the most diverse.
 SAMPLES = 4
 
-# Every module in both modes: some don't differ, but there's no reliable way to tell. Lazy modules
-# are refused until they have their size (docs/vgpu.md).
+# Every module in both modes: for some, the mode makes no difference, but there's no reliable way to
+# tell. Lazy modules aren't supported until they're initialized (docs/vgpu.md).
 ENTRIES = {
     f"{info.formatted_name}-{mode}": (info, mode == "training")
     for info in module_db

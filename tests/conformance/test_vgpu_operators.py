@@ -19,7 +19,7 @@ from conformance.suites import OpInfo, SampleInput, first, marked, op_db, sample
 
 # float32, one integer dtype (bool if there is none) and complex64, if the CPU supports them.
 INTEGERS = (torch.int64, torch.int32, torch.uint8, torch.bool)
-# torch warns about what its samples use on purpose: deprecated, experimental and beta operators.
+# torch warns about deprecated, experimental and beta operators, which its samples use on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 # An operator's first samples are the most diverse (sizes, then options). They come from the
 # OpInfo's own function: OpInfo.sample_inputs looks for the running test in the stack, which takes
@@ -78,7 +78,7 @@ def _call(op: Callable, inputs: tuple) -> object:
 
 
 def _call_on_gpu(op: Callable, inputs: tuple) -> object:
-    """If no input determines the device, the default device does."""
+    """Call an operator on the GPU, which is the default device if no input is a tensor."""
     if tensors_of(inputs):
         return _call(op, inputs)
     with torch.device(DEVICE):
@@ -86,7 +86,7 @@ def _call_on_gpu(op: Callable, inputs: tuple) -> object:
 
 
 def _compare(op: OpInfo, sample: SampleInput) -> bool:
-    """Results, then gradients; False if torch refuses the sample on the CPU."""
+    """Compare results, then gradients; returns False if torch rejects the sample on the CPU."""
     inputs = without_bases((sample.input, sample.args, sample.kwargs))
     gpu_inputs = _gpu_inputs(op, inputs)
     options = {
@@ -115,7 +115,7 @@ def test_operators_match_the_cpus_values_and_gradients(entry):
 
 @pytest.mark.parametrize("entry", marked(VARIANTS, exceptions.VARIANTS))
 def test_methods_in_place_variants_and_out_arguments_agree_with_the_cpu(entry):
-    """The other ways to call an operator; the tensor that's written to must be the given one."""
+    """These are the other ways to call an operator; each must write to the tensor passed."""
     op = entry
     for sample in first(1, op.sample_inputs_func(op, "cpu", torch.float32, False)):
         inputs = (sample.input, sample.args, sample.kwargs)
@@ -150,7 +150,7 @@ def _compare_in_place(op: OpInfo, inputs: tuple) -> None:
 
 
 def _compare_out(op: OpInfo, inputs: tuple) -> None:
-    # out= determines the device; exceptions.py says what happens if device= is also given.
+    # out= determines the device; exceptions.py says what happens if device= is also passed.
     sample_input, args, kwargs = inputs
     inputs = (sample_input, args, {name: kwargs[name] for name in kwargs if name != "device"})
     result = _call(op, inputs) if op.supports_out else None
@@ -178,7 +178,7 @@ def test_a_device_argument_can_be_combined_with_out():
     ("entries", "table"), [(ENTRIES, exceptions.OPERATORS), (VARIANTS, exceptions.VARIANTS)]
 )
 def test_at_least_99_percent_of_operators_agree(entries, table):
-    """Each exception is an entry of the suite, and has a reason."""
+    """Each exception must be an entry in the suite, and have a reason."""
     assert table.keys() <= entries.keys()
     assert len(table) <= len(entries) / 100, f"{len(table)} of {len(entries)} disagree"
     assert all(len(reason) > 20 for reason in table.values())

@@ -27,7 +27,7 @@ def _entries() -> dict[str, tuple[OptimizerInfo, OptimizerInput, torch.dtype]]:
         for dtype in _dtypes(info):
             for number, options in enumerate(optimizer_inputs("cpu", dtype, info)):
                 if dtype.is_complex and options.kwargs.get("fused"):
-                    continue  # torch refuses it everywhere
+                    continue  # torch rejects this on every device
                 name = f"{info.optim_cls.__name__}-{number}-{str(dtype).removeprefix('torch.')}"
                 entries[name] = (info, options, dtype)
     return entries
@@ -42,7 +42,7 @@ class Problem:
     def __init__(self, info: OptimizerInfo, options: dict, dtype: torch.dtype, device: str):
         self.info = info
         generator = torch.Generator().manual_seed(0)
-        # Muon only takes matrices.
+        # Muon supports only matrices.
         shapes = [(5, 3), (4, 2)] if info.optim_cls is torch.optim.Muon else [(5, 3), (4,), (1,)]
         draws = [torch.randn(2, *shape, dtype=dtype, generator=generator) for shape in shapes]
         # A differentiable step writes to its parameters under autograd, which isn't allowed for
@@ -76,7 +76,7 @@ class Problem:
         return loss
 
     def state(self) -> list[torch.Tensor]:
-        """The optimizer's state for each parameter. Step counts may be on the CPU."""
+        """Return the optimizer's state on the CPU, where step counts may be in any case."""
         remembered = [self.optimizer.state[parameter] for parameter in self.parameters]
         return [tensor.cpu() for tensor in tensors_of([dict(state) for state in remembered])]
 
@@ -88,6 +88,6 @@ def test_optimizers_take_the_same_steps_as_on_the_cpu(entry):
     gpu = Problem(info, options.kwargs, dtype, DEVICE)
     for step in range(STEPS):
         expected, found = cpu.step(), gpu.step()
-        check_same(found, expected, f"loss of step {step}")
+        check_same(found, expected, f"loss at step {step}")
         check_same(gpu.parameters, cpu.parameters, f"parameters after step {step}")
     torch.testing.assert_close(gpu.state(), cpu.state())
