@@ -1,12 +1,12 @@
 """``make test-foreign``: third-party programs and test suites on virtual GPUs.
 
-Runs what's installed, or what's in a folder. Nothing is downloaded. With --write, each suite's
-line goes into the table of docs/foreign.md.
+Runs installed packages, or programs in a folder. Nothing is downloaded. With --write, each suite's
+row is written to the table in docs/foreign.md.
 
-    python tests/foreign                          all suites of packages that are installed
-    python tests/foreign accelerate torch         these
-    python tests/foreign nanogpt=path             a program's folder (also picotron and others)
-    python tests/foreign path/to/tests            the tests of a folder or file, by pytest
+    python tests/foreign                          the suites of all installed packages
+    python tests/foreign accelerate torch         only these suites
+    python tests/foreign nanogpt=path             a program in a folder (also picotron and others)
+    python tests/foreign path/to/tests            the tests in a folder or file, with pytest
 """
 
 import argparse
@@ -29,16 +29,16 @@ PAGE = ROOT / "docs" / "foreign.md"
 
 
 def losses(done: Done) -> list[float]:
-    """The losses of a program that prints them as JSON."""
+    """Return the losses that a program printed as JSON."""
     return json.loads(done.stdout.splitlines()[-1])["losses"]
 
 
 def accelerate() -> Result:
-    """The scripts that ``accelerate test`` and accelerate's own suite run on several GPUs."""
+    """Run the scripts that ``accelerate test`` and accelerate's own suite run on multiple GPUs."""
     result = Result()
     folder = Path(importlib.util.find_spec("accelerate").origin).parent / "test_utils" / "scripts"
     for path in sorted(folder.glob("test_*.py")):
-        if path.stem not in ("test_cli", "test_notebook"):  # they start others of these
+        if path.stem not in ("test_cli", "test_notebook"):  # they start other scripts
             judge(result, path.stem, run(*ranks(2), path, gpus=2))
     judge(result, "accelerate launch", run(
         "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2",
@@ -49,7 +49,7 @@ def accelerate() -> Result:
 
 
 def transformers() -> Result:
-    """A tiny GPT-2: Trainer on the CPU, with DataParallel and DDP, and a model over three GPUs."""
+    """Train a tiny GPT-2 with DataParallel and DDP, as on the CPU; run one across three GPUs."""
     result = Result()
     program = [HERE / "trainer.py", "out"]
     cpu = run(*ranks(2), *program, "cpu")
@@ -60,7 +60,7 @@ def transformers() -> Result:
 
 
 def lightning() -> Result:
-    """A small network with Lightning's strategies, its losses compared with DDP's on the CPU."""
+    """Train a small network with DDP and FSDP; compare its losses with DDP's on the CPU."""
     result = Result()
     program = HERE / "lightning_fit.py"
     cpu = run(program, "ddp", "cpu")
@@ -70,18 +70,18 @@ def lightning() -> Result:
 
 
 def torch() -> Result:
-    """The tests of collectives, process groups and DDP that PyTorch's wheel carries, on two ranks."""
+    """Run the tests of collectives, process groups and DDP in PyTorch's wheel on two ranks."""
     return folder_of_tests(HERE / "distributed_spawn.py", 2)
 
 
 def folder_of_tests(path: Path, gpus: int) -> Result:
-    """The tests of a file, or of each file of a folder, run by pytest."""
+    """Run the tests in a file, or in each file in a folder, with pytest."""
     result = Result()
     given = filter(None, [os.environ.get("PYTHONPATH")])
     variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(PLUGINS), *given])}
     files = sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
     if not files:
-        sys.exit(f"no tests in {path}: give a file, or a folder with files named test_*.py")
+        sys.exit(f"no tests in {path}: pass a file, or a folder with files named test_*.py")
     for file in files:
         with tempfile.NamedTemporaryFile(suffix=".xml") as report:
             done = run(
@@ -117,7 +117,7 @@ COLUMNS = "| suite | torch | passed | refused | failed | wrong number | skipped 
 
 
 def write_row(row: str) -> None:
-    """Into the page's table, between its marks, in place of the suite's line if it has one."""
+    """Write a row to the page's table, between its marks, in place of the suite's row, if any."""
     begin, end = MARKS
     before, _, rest = PAGE.read_text("utf-8").partition(begin)
     table, _, after = rest.partition(end)
@@ -129,20 +129,24 @@ def write_row(row: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make test-foreign", description=__doc__)
-    parser.add_argument("what", nargs="*", help=f"of {', '.join(SUITES)}, or paths of tests")
-    parser.add_argument("--gpus", type=int, default=4, help="for the tests of a path (default: 4)")
-    parser.add_argument("--write", action="store_true", help="into docs/foreign.md")
+    parser.add_argument(
+        "what", nargs="*", help=f"{', '.join(SUITES)}, program=folder, or paths of tests"
+    )
+    parser.add_argument(
+        "--gpus", type=int, default=4, help="virtual GPUs for tests in a path (default: 4)"
+    )
+    parser.add_argument("--write", action="store_true", help="write the rows to docs/foreign.md")
     options = parser.parse_args()
     for name in options.what or SUITES:
         if name in SUITES:
             if importlib.util.find_spec(name) is None:
-                print(f"{name} is not installed: left out")
+                print(f"{name} skipped: it is not installed")
                 continue
             row = SUITES[name]().row(name, importlib.metadata.version(name).partition("+")[0])
         elif name.partition("=")[0] in PROGRAMS:
             program, _, path = name.partition("=")
             if not (Path(path) / "README.md").exists():
-                parser.error(f"{name!r}: give the program's folder, as in {program}=path/to/it")
+                parser.error(f"{name!r}: pass the program's folder, as in {program}=path/to/it")
             result = run_program(program, Path(path))
             if isinstance(result, str):
                 print(result)

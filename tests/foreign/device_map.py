@@ -1,4 +1,4 @@
-"""A tiny GPT-2 that transformers and accelerate distribute over the GPUs. Prints devices and logits."""
+"""A tiny GPT-2, split across GPUs by transformers and accelerate. Checks logits, prints devices."""
 
 import json
 import sys

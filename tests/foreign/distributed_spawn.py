@@ -1,6 +1,6 @@
-"""PyTorch's ``distributed_test``, which its wheel carries, with the NCCL backend.
+"""``distributed_test``, which is in PyTorch's wheel, with the NCCL backend.
 
-As test/distributed/test_distributed_spawn.py in PyTorch's repository runs it.
+It's set up as by test/distributed/test_distributed_spawn.py in PyTorch's repository.
 """
 
 import os

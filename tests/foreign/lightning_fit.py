@@ -1,4 +1,4 @@
-"""A small network trained by Lightning with the strategy of the first argument, on two devices."""
+"""Lightning trains a small network on two devices. Arguments: the strategy and accelerator."""
 
 import json
 import sys

@@ -1,7 +1,7 @@
 """Training programs that come as a folder: the data and arguments with which each is run.
 
-Each is copied, given tiny data in its own format, and run as its authors do. If a program needs an
-edit to run with today's packages, or on the CPU for comparison, the edit is here.
+Each is copied, gets tiny data in its own format, and is run as its authors run it. If it needs edits
+to run with current packages, or on the CPU for comparison, they're here.
 """
 
 import importlib.util
@@ -20,17 +20,17 @@ TEXT = "".join(f"{a} times {b} is {a * b}.\n" for a in range(60) for b in range(
 
 
 def edit(path: Path, *replacements: tuple[str, str]) -> None:
-    """Replace strings in a file; raises an error if one is missing, because then the program has changed."""
+    """Replace strings in a file; raises ValueError if one is missing: the program has changed."""
     text = path.read_text("utf-8")
     for old, new in replacements:
         if old not in text:
-            raise ValueError(f"{path} has no {old!r}: it is another version than this was made for")
+            raise ValueError(f"{path} has no {old!r}: this edit was made for a different version")
         text = text.replace(old, new)
     path.write_text(text, "utf-8")
 
 
 def nanogpt(folder: Path) -> Result:
-    """train.py with its default ``--compile=True``, compared with the CPU without it."""
+    """Run train.py with its default ``--compile=True``; compare with the CPU, without it."""
     result = Result()
     data = folder / "data" / "tiny"
     data.mkdir()
@@ -47,7 +47,7 @@ def nanogpt(folder: Path) -> Result:
     ]  # fmt: skip
     alike = [*settings, "--dtype=float32"]
     losses = printed(r"loss")
-    on_cpu = folder / "on_cpu.py"  # DDP on the CPU is not in its script
+    on_cpu = folder / "on_cpu.py"  # its script supports DDP only on CUDA
     shutil.copy(folder / "train.py", on_cpu)
     edit(
         on_cpu,
@@ -71,7 +71,7 @@ def nanogpt(folder: Path) -> Result:
 
 
 def picotron(folder: Path) -> Result:
-    """train.py in five layouts, compared with the same layout on the CPU, and with flash_attn."""
+    """Run train.py in five layouts, each compared with the CPU; run two with flash_attn."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -146,9 +146,9 @@ def picotron(folder: Path) -> Result:
 
 
 def nanochat(folder: Path) -> Result:
-    """scripts.base_train at depth 2: in float32, compared with the CPU; on two ranks; in bfloat16.
+    """Run scripts.base_train at depth 2: in float32, compared with the CPU, and in bfloat16.
 
-    All documents are the same, so that two ranks see what one does.
+    All documents are identical, so that two ranks see the same data as one.
     """
     import pyarrow
     import tiktoken
@@ -195,10 +195,10 @@ def nanochat(folder: Path) -> Result:
 
 
 def torchtitan(folder: Path) -> Result:
-    """torchtitan.train with the debug models of Llama 3 and DeepSeek-V3 in several layouts.
+    """Run torchtitan.train with the debug models of Llama 3 and DeepSeek-V3 in multiple layouts.
 
     Each is compared with one GPU, and one GPU with the CPU; all start from the same checkpoint. All
-    documents are the same, so that two ranks see what one does.
+    documents are identical, so that two ranks see the same data as one.
     """
     result = Result()
     data = folder / "tests" / "assets" / "c4_test" / "data.json"
@@ -250,7 +250,7 @@ def torchtitan(folder: Path) -> Result:
         ("FSDP 2", {shard: 2}), ("DDP 2", {replicate: 2, shard: 1}), ("TP 2", {tp: 2}),
         ("CP 2", {cp: 2}), ("PP 2", {pp: 2}), ("FSDP 2 and TP 2", {shard: 2, tp: 2}),
     ]  # fmt: skip
-    ep = "expert_parallel"  # of the GPUs that shard the rest
+    ep = "expert_parallel"  # splits the GPUs that shard the other parameters
     experts = [("FSDP 2", {shard: 2}), ("FSDP 2 with EP 2", {shard: 2, ep: 2})]
     for model, tried in (("llama3", layouts), ("deepseek_v3", experts)):
         judge(
@@ -288,10 +288,10 @@ NEEDS = {
 
 
 def run_program(name: str, path: Path) -> Result | str:
-    """Run the program in a copy of a folder; returns a sentence if packages that it needs are missing."""
+    """Run a program in a copy of its folder; returns a sentence if it lacks packages."""
     missing = [package for package in NEEDS[name] if importlib.util.find_spec(package) is None]
     if missing:
-        return f"{name} needs {', '.join(missing)}, not installed: left out"
+        return f"{name} skipped: it needs {', '.join(missing)}"
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "program"
         shutil.copytree(path, folder, ignore=shutil.ignore_patterns(".git"))

@@ -19,19 +19,19 @@ Done = subprocess.CompletedProcess[str]
 
 @dataclass
 class Result:
-    """The outcomes of a suite's programs: each counts once."""
+    """The outcomes of a suite's programs, each of which counts once."""
 
     passed: int = 0
     refused: int = 0
     """Ended with NotImplementedError, which virtual GPUs or the package itself raised."""
     failed: int = 0
     wrong: int = 0
-    """Ran, but with a different number than on the CPU."""
+    """Ran, but with values that differ from the CPU's."""
     skipped: int = 0
     notes: list[str] = field(default_factory=list)
 
     def row(self, *name: str) -> str:
-        """A line of the table. name: the suite's, and its version."""
+        """Return a row of the table. name: the suite's name and version."""
         torch = importlib.metadata.version("torch").partition("+")[0]
         numbers = (self.passed, self.refused, self.failed, self.wrong, self.skipped)
         notes = "; ".join(dict.fromkeys(self.notes)).replace("|", "/")
@@ -39,7 +39,7 @@ class Result:
 
 
 def ranks(count: int) -> list[object]:
-    """The first arguments of a program, with which torchrun starts it ``count`` times."""
+    """Return the arguments before a program's path with which torchrun starts ``count`` ranks."""
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
 
 
@@ -51,7 +51,7 @@ def run(
     variables: Mapping[str, str] | None = None,
     time_limit_s: float = 900,
 ) -> Done:
-    """Run a Python program on ``gpus`` virtual GPUs, or without any, in ``folder`` or in a new one."""
+    """Run a Python program with ``gpus`` virtual GPUs, in ``folder`` or in an empty one."""
     command = [
         sys.executable,
         *(["-m", "vgpu", "--cuda-is-vgpu", f"--count={gpus}", f"--gpu={gpu}"] if gpus else []),
@@ -71,11 +71,11 @@ def run(
 
 
 def judge(result: Result, name: str, done: Done) -> bool:
-    """Count a program; True if it passed, so that its numbers can be compared."""
+    """Count a program's outcome; returns True if it passed, so that losses can be compared."""
     if done.returncode == 0 and "no virtual GPU was used" not in done.stderr:
         result.passed += 1
         return True
-    said = done.stderr + done.stdout  # torchrun's --tee has a rank's errors in its output
+    said = done.stderr + done.stdout  # torchrun's --tee copies a rank's errors to its output
     if done.returncode and (found := REFUSED.findall(said)):
         result.refused += 1
         result.notes.append(f"{name}: {found[-1][:120]}")
@@ -92,21 +92,21 @@ def judge(result: Result, name: str, done: Done) -> bool:
 def compare(
     result: Result, name: str, done: Done, expected: Done, losses: Callable[[Done], list[float]]
 ) -> None:
-    """Count a program that printed losses, and compare them with its run without virtual GPUs."""
+    """Count a program that prints losses, and compare these with a reference run's."""
     if not judge(result, name, done):
         return
     found, right = losses(done), losses(expected)
     if not right:
-        raise RuntimeError(f"{name}: the run to compare with printed no loss\n{expected.stderr}")
+        raise RuntimeError(f"{name}: the reference run printed no losses\n{expected.stderr}")
     if len(found) != len(right) or any(
         abs(a - b) > 1e-4 * abs(b) for a, b in zip(found, right, strict=True)
     ):
         result.passed -= 1
         result.wrong += 1
-        result.notes.append(f"{name}: {found} for {right}")
+        result.notes.append(f"{name}: {found}, expected {right}")
 
 
 def printed(pattern: str) -> Callable[[Done], list[float]]:
-    """A function that reads the numbers after ``pattern`` in a program's output."""
+    """Return a function that reads the numbers after ``pattern`` in a program's output."""
     number = re.compile(pattern + r"\s*(-?\d+\.\d+)")
     return lambda done: [float(x) for x in number.findall(done.stdout)]

@@ -28,7 +28,7 @@ class Losses(TrainerCallback):
 
 def main(folder, use_cpu):
     torch.manual_seed(0)
-    # Dropout draws other numbers on each GPU.
+    # Dropout would draw different values on each GPU.
     sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
     model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
     arguments = TrainingArguments(

@@ -1,4 +1,4 @@
-"""``make test-gpu``: what only a machine with NVIDIA GPUs can show. Without one, it says what's missing.
+"""``make test-gpu``: tests that need NVIDIA GPUs. Without one, it says what's missing.
 
 Exits with 0 on success, 1 if something failed or differed, and 2 if nothing could be run.
 """
@@ -38,39 +38,45 @@ class Machine:
         return cls(names, torch.__version__, torch.version.cuda, dist.is_nccl_available())
 
     def missing(self) -> list[str]:
-        """A sentence for each thing that prevents some part from being run."""
+        """Return a sentence for each thing that keeps some part from running."""
         if self.cuda is None:
             return [
                 f"PyTorch {self.torch} is a build without CUDA: make clean, then make venv CUDA=1"
             ]
         if not self.gpus:
-            return ["there is no NVIDIA GPU that PyTorch can use (ask nvidia-smi, then its driver)"]
-        found = [] if self.nccl else ["this build of PyTorch has no NCCL: ranks share no GPUs"]
+            return [
+                "there is no NVIDIA GPU that PyTorch can use (run nvidia-smi, and check the driver)"
+            ]
+        found = (
+            []
+            if self.nccl
+            else ["this build of PyTorch has no NCCL, which ranks on real GPUs need"]
+        )
         if len(self.gpus) < 4:
             found.append(
-                f"GPUs here: {len(self.gpus)}; what needs 2 or 4 is skipped where they are too few, "
-                "and lessons that need more take virtual ones"
+                f"GPUs here: {len(self.gpus)}; tests that need more are skipped, "
+                "and lessons that need more use virtual ones"
             )
         return found
 
 
 def describe(machine: Machine) -> str:
-    """The three steps, each with what it needs and the command that runs only it."""
+    """Return the three steps, each with what it needs and the command that runs only it."""
     wants = ", ".join(f"{number}: {count}" for number, count in gpus_of_lessons().items())
     return f"""\
 make test-gpu does three things with real GPUs:
-1. the comparison: errors word for word, peak bytes, the order of times, each on real and on
-   virtual GPUs; from 1 GPU on, more of it with 2. The result goes into docs/real_gpus.md.
+1. a comparison of real and virtual GPUs: errors (word for word), peak bytes, the order of times;
+   needs 1 GPU, and compares more with 2. The result goes into docs/real_gpus.md.
      python tests/real_gpus/observed.py
-2. ranks over NCCL: collectives, DDP, FSDP2, tensor parallelism, pipelines, a hang; with 1, 2 and 4.
+2. ranks over NCCL: collectives, DDP, FSDP2, tensor parallelism, pipelines, a hang; on 1, 2 and 4.
      REAL_GPUS=1 pytest tests/real_gpus
-3. every lesson, on real GPUs where there are as many as it asks for (lesson: GPUs): {wants};
-   its ranks on as many as there are ranks.
+3. every lesson, on real GPUs if there are as many as it asks for (lesson: GPUs): {wants};
+   its ranks use real GPUs if there is one for each.
      pytest --nbmake notebooks"""
 
 
 def gpus_of_lessons() -> dict[str, int]:
-    """Each lesson that asks for GPUs, by number, and how many it asks for at most."""
+    """Map the number of each lesson that asks for GPUs to the most that it asks for."""
     found = {}
     for path in lessons.NOTEBOOKS:
         text = "\n".join(cell.source for cell in lessons.cells(path) if cell.is_code)
@@ -81,13 +87,13 @@ def gpus_of_lessons() -> dict[str, int]:
 
 
 def with_result(text: str, section: str) -> str:
-    """The page's text with one more section, the newest first."""
+    """Return the page's text with one more section, above the older ones."""
     assert text.count(HEADING) == 1, f"{PAGE.name} has no heading {HEADING.strip()!r}"
     return text.replace(NOTHING_YET, "").replace(HEADING, HEADING + section + "\n").rstrip() + "\n"
 
 
 def compare(machine: Machine) -> bool:
-    """Step 1; returns whether nothing differed."""
+    """Run step 1; returns whether nothing differed."""
     preset = comparison.preset_for(machine.gpus[0])
     real = comparison.observe()
     virtual = comparison.observe(*comparison.virtual_command(len(machine.gpus), preset))
@@ -98,7 +104,7 @@ def compare(machine: Machine) -> bool:
 
 
 def run(*arguments: str) -> bool:
-    """Steps 2 and 3; returns whether pytest passed."""
+    """Run pytest, for steps 2 and 3; returns whether it passed."""
     command = [sys.executable, "-m", "pytest", *arguments]
     environment = {**os.environ, "REAL_GPUS": "1"}
     return subprocess.run(command, cwd=lessons.ROOT, env=environment).returncode == 0
@@ -108,7 +114,7 @@ def main() -> int:
     machine = Machine.here()
     missing = "".join(f"missing: {sentence}\n" for sentence in machine.missing())
     if not machine.gpus:
-        print(f"{describe(machine)}\n{missing}Nothing was tried.")
+        print(f"{describe(machine)}\n{missing}Nothing was run.")
         return 2
     print(
         f"{len(machine.gpus)} × {machine.gpus[0]}, PyTorch {machine.torch}\n{missing}", flush=True

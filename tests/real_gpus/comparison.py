@@ -1,4 +1,4 @@
-"""Compares what real and virtual GPUs did, and writes a Markdown page about it."""
+"""Compare what real and virtual GPUs did, and write a Markdown section about it."""
 
 import json
 import os
@@ -16,11 +16,14 @@ OBSERVED = Path(__file__).with_name("observed.py")
 # The workspaces of CUDA's libraries are allocated in addition to the model's tensors.
 WITHOUT_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 CLEARLY = 2
-"""Two times are compared where, in virtual time, one is at least so many times the other."""
+"""Two times are compared if, in virtual time, one is at least this many times the other."""
 
 
 def observe(*command: str) -> dict:
-    """What ``observed.py`` observes, run by ``command``; raises RuntimeError with its stderr if it fails."""
+    """Return what ``observed.py`` prints, run with Python's arguments ``command``.
+
+    Raises RuntimeError with its stderr if it fails.
+    """
     done = subprocess.run(
         [sys.executable, *command, str(OBSERVED)],
         cwd=ROOT,
@@ -34,19 +37,19 @@ def observe(*command: str) -> dict:
 
 
 def virtual_command(count: int, gpu: str) -> list[str]:
-    """The same program on virtual GPUs, with the option that the README describes."""
+    """Return the arguments that run a program on virtual GPUs, as the README describes."""
     return ["-m", "vgpu", "--cuda-is-vgpu", "--count", str(count), "--gpu", gpu]
 
 
 def preset_for(name: str) -> str:
-    """The virtual GPU to compare a real one's times with; H100 if none has its name."""
+    """Return the preset to compare with a real GPU; H100 if none has its name."""
     return next((preset for preset in vgpu.PRESETS if preset in name), "H100")
 
 
 def in_cuda_s_words(message: str) -> str:
-    """An error's first line with CUDA's names, up to the numbers of one machine's memory.
+    """Return an error's first line with CUDA's names, up to the sizes of one machine's memory.
 
-    The further lines that CUDA adds are advice that depends on how PyTorch was built.
+    The lines that CUDA adds are advice that depends on how PyTorch was built.
     """
     for ours, theirs in (("vgpu", "cuda"), ("VGPU", "CUDA"), ("vccl", "nccl")):
         message = message.replace(ours, theirs)
@@ -54,7 +57,7 @@ def in_cuda_s_words(message: str) -> str:
 
 
 def differences(real: dict, virtual: dict) -> list[str]:
-    """A sentence for each thing that real and virtual GPUs did differently."""
+    """Return a sentence for each thing that real and virtual GPUs did differently."""
     found = []
     for part in ("errors", "peaks", "times"):
         for name in sorted(real[part].keys() ^ virtual[part].keys()):
@@ -75,8 +78,8 @@ def differences(real: dict, virtual: dict) -> list[str]:
     for longer, shorter in _clear_pairs(real, virtual):
         if real["times"][longer] < real["times"][shorter]:
             found.append(
-                f"order of times: virtual says {longer!r} takes longer than {shorter!r} "
-                f"({_both_times(virtual, longer, shorter)}), real the reverse "
+                f"order of times: on virtual GPUs, {longer!r} takes longer than {shorter!r} "
+                f"({_both_times(virtual, longer, shorter)}); on real ones, it's the reverse "
                 f"({_both_times(real, longer, shorter)})"
             )
     return found
@@ -87,7 +90,7 @@ def _in_both(real: dict, virtual: dict, part: str) -> list[str]:
 
 
 def _clear_pairs(real: dict, virtual: dict) -> list[tuple[str, str]]:
-    """The names of the longer and the shorter, if virtual time leaves no doubt which is which."""
+    """Return pairs of names, the longer time first, whose virtual times clearly differ."""
     times, pairs = virtual["times"], []
     for pair in combinations(_in_both(real, virtual, "times"), 2):
         longer, shorter = sorted(pair, key=times.__getitem__, reverse=True)
@@ -101,7 +104,7 @@ def _both_times(observed: dict, *names: str) -> str:
 
 
 def page(real: dict, virtual: dict, date: str) -> str:
-    """A section for docs/real_gpus.md: hardware, what agrees, what differs, peaks and times."""
+    """Return a section for docs/real_gpus.md: hardware, what agrees or differs, peaks, times."""
     machine, differing = real["hardware"], differences(real, virtual)
     count = {part: len(_in_both(real, virtual, part)) for part in ("errors", "peaks")}
     rows = [
@@ -125,9 +128,9 @@ def page(real: dict, virtual: dict, date: str) -> str:
         [
             f"### {date} · {len(gpus)} × {gpus[0]}",
             "",
-            f"PyTorch {machine['torch']}, CUDA {machine['CUDA']}; beside it "
-            f"{len(virtual['hardware']['gpus'])} × {virtual['hardware']['gpus'][0]}. "
-            f"Compared: {count['errors']} errors, {count['peaks']} peaks, "
+            f"PyTorch {machine['torch']}, CUDA {machine['CUDA']}, compared with "
+            f"{len(virtual['hardware']['gpus'])} × {virtual['hardware']['gpus'][0]}: "
+            f"{count['errors']} errors, {count['peaks']} peaks, "
             f"{len(_clear_pairs(real, virtual))} pairs of times. "
             f"{len(differing) or 'No'} difference{'s' * (len(differing) != 1)}.",
             "",

@@ -1,7 +1,7 @@
-"""Prints what a GPU does as one JSON object: errors, peak bytes and times. Written for CUDA.
+"""Print a GPU's errors, peak bytes and times as one JSON object. Written for CUDA.
 
 ``python observed.py`` observes real GPUs; ``python -m vgpu --cuda-is-vgpu observed.py`` runs the
-same lines on virtual ones. What needs more GPUs than there are is left out.
+same lines on virtual ones. Cases that need more GPUs than there are are skipped.
 """
 
 import json
@@ -22,7 +22,7 @@ def on(index, *size):
     return torch.ones(*size, device=f"cuda:{index}")
 
 
-# Each is wrong in its own way; the number says how many GPUs it needs.
+# The number of GPUs that each needs, and a function that raises an error.
 ERRORS = {
     "matmul, CPU": (1, lambda: on(0, 2, 2) @ torch.ones(2, 2)),
     "elementwise, CPU": (1, lambda: on(0, 2) * torch.ones(2)),
@@ -55,7 +55,7 @@ ERRORS = {
 
 
 def errors():
-    """Name → type and message of what was raised; "nothing was raised" if nothing was."""
+    """Map each name to the type and message of the error, or to "nothing was raised"."""
     found = {}
     for name, (gpus, wrong) in ERRORS.items():
         if gpus <= torch.cuda.device_count():
@@ -77,7 +77,7 @@ def gpt():
     return Transformer(TransformerSizes(2, 128, 4, 4, 512, 512))
 
 
-# Model, its input on the CPU, optimizer, and the number of GPUs that share the batch.
+# The number of GPUs that share the batch, the model, its input on the CPU, and the optimizer.
 STEPS = {
     "MLP, SGD": (1, lambda: mlp(512, 8), lambda: torch.ones(256, 512), torch.optim.SGD),
     "MLP, Adam": (1, lambda: mlp(512, 8), lambda: torch.ones(256, 512), torch.optim.Adam),
@@ -92,7 +92,7 @@ STEPS = {
 
 
 def peaks():
-    """Name → peak bytes of each GPU in a training step, above what was allocated before."""
+    """Map each name to each GPU's peak bytes in a training step, beyond those held before."""
     return {
         name: _peak(gpus, *parts)
         for name, (gpus, *parts) in STEPS.items()
@@ -104,7 +104,7 @@ def _peak(gpus, make_model, make_input, kind):
     before = [torch.cuda.memory_allocated(gpu) for gpu in range(gpus)]
     model, batch = make_model().cuda(), make_input().cuda()
     optimizer = kind(model.parameters(), lr=1e-3)
-    for _ in range(2):  # the first step makes the gradients and the optimizer's state
+    for _ in range(2):  # the first step creates the gradients and the optimizer's state
         for gpu in range(gpus):
             torch.cuda.synchronize(gpu)
             torch.cuda.reset_peak_memory_stats(gpu)
@@ -115,7 +115,7 @@ def _peak(gpus, make_model, make_input, kind):
 
 
 def work():
-    """Name → a function without arguments that gives GPU 0 something to do."""
+    """Map each name to a function without arguments that runs on GPU 0."""
     square = {n: torch.ones(n, n, device="cuda:0") for n in (256, 1024, 2048)}
     half = {n: x.bfloat16() for n, x in square.items()}
     vector = {size: torch.ones(size // 4, device="cuda:0") for size in (64 * KIB, 64 * MIB)}
@@ -124,8 +124,8 @@ def work():
     images = torch.ones(256, 1, 28, 28, device="cuda:0")
     convolution = nn.Conv2d(1, 64, 3, padding=1).cuda()
     jobs = {
-        **{f"float32 product, {n}": lambda x=x: x @ x for n, x in square.items()},
-        **{f"bfloat16 product, {n}": lambda x=x: x @ x for n, x in half.items()},
+        **{f"float32 matmul, {n}": lambda x=x: x @ x for n, x in square.items()},
+        **{f"bfloat16 matmul, {n}": lambda x=x: x @ x for n, x in half.items()},
         **{f"add, {s // KIB} KiB": lambda x=x: x + 1 for s, x in vector.items()},
         "sum, 64 MiB": lambda: vector[64 * MIB].sum(),
         "copy to the GPU, pinned, 64 MiB": lambda: pinned.to("cuda:0", non_blocking=True),
@@ -139,8 +139,8 @@ def work():
 
 
 def times():
-    """Name → seconds between two events; on real GPUs, the median of 20, after 3 warm-ups."""
-    # In a recording, events are in virtual time, which is the same every time.
+    """Map each name to seconds between two events: on real GPUs, the median of 20 after warm-up."""
+    # In a recording, events are in virtual time, which doesn't vary.
     virtual = vgpu.is_enabled()
     uncounted, counted = (0, 1) if virtual else (3, 20)
     with torch.no_grad(), vgpu.record() if virtual else nullcontext():

@@ -10,19 +10,19 @@ def machine(*gpus, cuda="13.2", nccl=True):
     return command.Machine(gpus, "2.15.0", cuda, nccl)
 
 
-def test_without_a_gpu_the_command_says_what_it_would_do(monkeypatch, capsys):
+def test_the_command_without_a_gpu_says_what_it_would_do(monkeypatch, capsys):
     monkeypatch.setattr(command.Machine, "here", machine)
     assert command.main() == 2
     said = capsys.readouterr().out
     assert "make test-gpu does three things" in said and "missing: there is no NVIDIA GPU" in said
-    assert said.endswith("Nothing was tried.\n")
+    assert said.endswith("Nothing was run.\n")
 
 
 @pytest.mark.parametrize(
     ("found", "sentence"),
     [
         (machine(cuda=None), "is a build without CUDA: make clean, then make venv CUDA=1"),
-        (machine("T4"), "GPUs here: 1; what needs 2 or 4 is skipped"),
+        (machine("T4"), "GPUs here: 1; tests that need more are skipped"),
         (machine("T4", "T4", "T4", "T4", nccl=False), "has no NCCL"),
     ],
 )
@@ -30,11 +30,11 @@ def test_the_command_says_what_is_missing(found, sentence):
     assert any(sentence in each for each in found.missing())
 
 
-def test_with_four_gpus_nothing_is_missing():
+def test_nothing_is_missing_with_four_gpus():
     assert machine("H100", "H100", "H100", "H100").missing() == []
 
 
-def test_the_commands_that_its_description_names_exist():
+def test_the_commands_in_the_description_exist():
     said = command.describe(machine())
     assert "00: 8" in said and "11: 1" in said
     for name in ("tests/real_gpus/observed.py", "tests/real_gpus", "notebooks"):
@@ -42,7 +42,7 @@ def test_the_commands_that_its_description_names_exist():
     assert "$(BIN)/python -m real_gpus" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
-def test_a_failure_of_any_step_fails_the_command(monkeypatch, capsys):
+def test_a_failed_step_fails_the_command(monkeypatch, capsys):
     monkeypatch.setattr(command.Machine, "here", lambda: machine("H100"))
     for compared, passed, status in ((True, True, 0), (False, True, 1), (True, False, 1)):
         monkeypatch.setattr(command, "compare", lambda machine, well=compared: well)
@@ -76,10 +76,10 @@ def test_a_comparison_is_recorded_whatever_its_result(monkeypatch, tmp_path, sec
     assert asked == [(), tuple(command.comparison.virtual_command(2, "A100"))]
     kept = page.read_text("utf-8")
     assert "1 × NVIDIA A100" in kept and command.NOTHING_YET not in kept
-    assert ("No differences." in kept) == well and ("real the reverse" in kept) != well
+    assert ("No differences." in kept) == well and ("the reverse" in kept) != well
 
 
-def test_pytests_verdict_counts_and_it_is_asked_for_real_gpus(tmp_path):
+def test_run_returns_pytests_verdict_and_sets_real_gpus(tmp_path):
     asks = "import os\ndef test(): assert os.environ['REAL_GPUS'] == '1' and {}\n"
     for verdict in (True, False):
         path = tmp_path / f"test_{verdict}.py"
@@ -96,6 +96,6 @@ def test_the_page_lists_results_newest_first():
     assert twice.partition(command.HEADING)[0] == page.partition(command.HEADING)[0]
 
 
-def test_the_page_says_so_until_there_is_a_result():
+def test_the_page_says_that_nothing_was_measured_until_there_is_a_result():
     measured = command.PAGE.read_text(encoding="utf-8").partition(command.HEADING)[2]
     assert (command.NOTHING_YET in measured) != ("### " in measured)

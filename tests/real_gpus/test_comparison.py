@@ -50,14 +50,12 @@ def test_a_single_extra_byte_is_reported(pair):
     assert "peak of 'MLP, DataParallel' on GPU 1" in found and "(+0.00%)" in found
 
 
-def test_times_in_another_order_are_reported(pair):
+def test_times_in_a_different_order_are_reported(pair):
     real, virtual = pair
-    real["times"]["float32 product, 2048"] = 1e-9
+    real["times"]["float32 matmul, 2048"] = 1e-9
     found = comparison.differences(real, virtual)
     assert found and all("order of times" in each for each in found)
-    assert any(
-        "'float32 product, 2048' takes longer than 'float32 product, 256'" in e for e in found
-    )
+    assert any("'float32 matmul, 2048' takes longer than 'float32 matmul, 256'" in e for e in found)
 
 
 def test_similar_times_may_swap_places(pair):
@@ -98,6 +96,6 @@ def test_preset_for_finds_the_virtual_gpu_of_a_real_one():
     assert comparison.preset_for("NVIDIA L4") == "H100"
 
 
-def test_a_program_that_fails_is_shown():
+def test_a_failed_programs_errors_are_shown():
     with pytest.raises(RuntimeError, match="No module named nowhere"):
         comparison.observe("-m", "nowhere")

@@ -20,14 +20,14 @@ ASKED = os.environ.get("REAL_GPUS") == "1"
 
 
 def on(kind, ranks):
-    """A parameter; real GPUs are skipped unless they were asked for, or if there are too few."""
+    """Return a pytest parameter; real GPUs are skipped if too few or not requested."""
     lacking = kind == "real" and not (ASKED and torch.cuda.device_count() >= ranks)
-    skip = pytest.mark.skipif(lacking, reason=f"make test-gpu, on {ranks} real GPUs or more")
+    skip = pytest.mark.skipif(lacking, reason=f"needs make test-gpu and {ranks} or more real GPUs")
     return pytest.param(kind, ranks, marks=skip, id=f"{kind}-{ranks}")
 
 
 def launched(monkeypatch, kind, ranks, function, *args):
-    """``launch.run`` on such GPUs."""
+    """Call ``launch.run`` on GPUs of this kind."""
     monkeypatch.setenv("VGPU_DEVICES", {"real": "cuda", "virtual": "vgpu"}[kind])
     return launch.run(function, ranks, *args, gpu="V100", timeout_s=110)
 
@@ -65,7 +65,7 @@ def test_collectives_match_the_cpu_on_ranks_with_their_own_gpus(monkeypatch, kin
         assert exchanged == [10.0 * other + rank for other in range(ranks)]
 
 
-# First what needs at most two ranks, then everything that virtual GPUs are compared on.
+# What runs on two ranks; four real GPUs run everything that virtual GPUs are compared on.
 FEW = [data.ddp, sharded.fsdp, sharded.fsdp_without_resharding]
 
 
@@ -98,6 +98,6 @@ def one_stays_away(rank, world_size):
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [on("virtual", 2), on("real", 2)])
-def test_the_error_for_a_collective_names_the_rank_that_is_missing(monkeypatch, kind, ranks):
+def test_the_error_for_a_hanging_collective_names_the_missing_rank(monkeypatch, kind, ranks):
     with pytest.raises(launch.RanksHung, match="rank 1 arrived, rank 0 never arrived"):
         launched(monkeypatch, kind, ranks, one_stays_away)

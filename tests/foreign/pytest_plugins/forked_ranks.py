@@ -1,6 +1,6 @@
-"""Processes that tests start are forked, not spawned: spawned ones would import torch in every test.
+"""Fork the processes that tests start; spawned ones would import torch again in every test.
 
-CUDA doesn't survive a fork, so PyTorch's tests spawn; virtual GPUs do.
+PyTorch's tests spawn processes because CUDA doesn't survive a fork; virtual GPUs do.
 """
 
 import multiprocessing
