@@ -1,4 +1,4 @@
-"""The two packages: the order of imports, and the actual imports."""
+"""The two packages' intended import order, and their actual imports."""
 
 import ast
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from teaching.lessons import ROOT
 
 PACKAGES = (ROOT / "vgpu", ROOT / "helpers")
 
-# The designed order, leaves first. Within a folder without rows of its own, Python itself fails on
+# The intended order, leaves first. Within a folder that is a single row, Python itself fails on
 # import cycles.
 ORDER = [
     "vgpu.torch_releases",
@@ -56,7 +56,7 @@ ORDER = [
 
 
 def row(module: str) -> int | None:
-    """The row of the longest prefix of the module's name in ORDER; None if there's none."""
+    """Return the row of the longest prefix of the module's name in ORDER, or None."""
     parts = module.split(".")
     for end in range(len(parts), 0, -1):
         name = ".".join(parts[:end])
@@ -66,7 +66,7 @@ def row(module: str) -> int | None:
 
 
 def modules() -> Iterator[tuple[str, Path]]:
-    """Every module of the package except the package itself: its full name and its file."""
+    """Yield the full name and file of each of the packages' modules, except ``helpers`` itself."""
     for path in sorted(path for package in PACKAGES for path in package.rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         if name != "helpers":
@@ -74,12 +74,12 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Our modules that a file imports, as full names."""
+    """Yield the full names of our modules that a file imports."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name} imports relatively"
+            assert node.level == 0, f"{path.name} has a relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue

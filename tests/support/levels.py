@@ -10,5 +10,5 @@ ALL = os.environ.get("TESTS") == "all"
 
 
 def sample(cases: list, count: int = 1) -> list:
-    """The first cases of a suite for ``make test``, all of them for ``make test-all``."""
+    """Return a suite's first cases under ``make test``, all of them under ``make test-all``."""
     return cases if ALL else cases[:count]

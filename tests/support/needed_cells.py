@@ -13,10 +13,10 @@ _COMPREHENSIONS = ("listcomp", "setcomp", "dictcomp", "genexpr")
 
 
 def needed(cells: Sequence[Cell], also: Sequence[str] = ()) -> list[Cell]:
-    """The code cells that the last one needs, in order, including itself.
+    """Return the code cells that the last one needs, in order, including itself.
 
-    For each name used, that's the last cell that binds it, and those that change its value
-    afterwards by an assignment or a method call; the same goes for each cell found. ``also`` has
+    For each name used, these are the last cell that binds it, and those that change its value
+    afterwards by an assignment or a method call; the same applies to each cell found. ``also`` has
     the ids of cells that are needed for other reasons.
     """
     code = [cell for cell in cells if cell.is_code]
@@ -43,9 +43,9 @@ def needed(cells: Sequence[Cell], also: Sequence[str] = ()) -> list[Cell]:
 
 @dataclass(frozen=True)
 class _Names:
-    """The names that a cell binds, imports, uses, uses inside functions, and whose value it changes.
+    """The names that a cell binds, imports, uses, uses inside functions, and changes the value of.
 
-    A name that the cell itself binds first isn't used from elsewhere.
+    A name that the cell binds before using it doesn't count as used.
     """
 
     bound: set[str]
@@ -57,7 +57,7 @@ class _Names:
 
 @cache
 def _names(source: str) -> _Names:
-    source = re.sub(r"^[ \t]*[%!].*$", "", source, flags=re.MULTILINE)  # IPython's own
+    source = re.sub(r"^[ \t]*[%!].*$", "", source, flags=re.MULTILINE)  # IPython's syntax
     names = _Names(set(), set(), set(), set(), set())
     for statement in _steps(ast.parse(source).body):
         top = symtable.symtable(ast.unparse(statement), "<cell>", "exec")
@@ -75,7 +75,7 @@ def _names(source: str) -> _Names:
 
 
 def _used_inside(top: symtable.SymbolTable) -> tuple[set[str], set[str]]:
-    """The global names used by comprehensions, which run immediately, and those used by functions."""
+    """Return the global names that comprehensions, which run at once, use, and those in functions."""
     at_once, later = set(), set()
     tables = [(table, False) for table in top.get_children()]
     for table, in_function in tables:  # grows during the loop
@@ -87,9 +87,9 @@ def _used_inside(top: symtable.SymbolTable) -> tuple[set[str], set[str]]:
 
 
 def _steps(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements in the order in which they run, with blocks flattened.
+    """Yield the statements in the order in which they run, with blocks flattened.
 
-    So a name that a loop's body binds before using it isn't used from elsewhere.
+    This way, a name that a loop's body binds before using it doesn't count as used.
     """
     for statement in statements:
         match statement:
@@ -115,7 +115,7 @@ def _binds(target: ast.expr) -> ast.stmt:
 
 
 def _changes(tree: ast.AST) -> Iterator[ast.AST]:
-    """What's assigned to, or called as a statement, outside of functions and classes."""
+    """Yield what's assigned to, or called as a statement, outside functions and classes."""
     if isinstance(tree, ast.FunctionDef | ast.ClassDef | ast.Lambda):
         return
     if isinstance(tree, ast.Attribute | ast.Subscript) and isinstance(tree.ctx, ast.Store):
@@ -127,7 +127,7 @@ def _changes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _root(node: ast.AST) -> str:
-    """The name that an expression such as ``a.b[0].c`` starts with; "" for other expressions."""
+    """Return the name that an expression such as ``a.b[0].c`` starts with, or "" if none."""
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""

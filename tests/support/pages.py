@@ -1,4 +1,4 @@
-"""Runs the Python of a Markdown page from top to bottom, and compares its output with the page.
+"""Run the Python code of a Markdown page from top to bottom; compare its output with the page's.
 
 python tests/support/pages.py docs/vgpu.md
 """

@@ -9,18 +9,18 @@ from teaching.lessons import ROOT
 
 
 def command(program, *arguments):
-    """The command for a module's name or a script's path, as a list of strings."""
+    """Return the command that runs a module, passed by name, or a script, passed by path."""
     program = ["-m", program] if isinstance(program, str) else [program]
     return [sys.executable, *program, *map(str, arguments)]
 
 
 def environment(**names):
-    """This process's environment, with the repository's packages and these variables."""
+    """Return this process's environment with the repository's packages and these variables."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **names}
 
 
 def run(program, *arguments, cwd=None, **names):
-    """Run it to completion; ``names`` are environment variables. Output and errors are text."""
+    """Run a program to completion; ``names`` are environment variables. Its output is text."""
     return subprocess.run(
         command(program, *arguments), cwd=cwd, env=environment(**names), text=True,
         capture_output=True,
@@ -28,7 +28,7 @@ def run(program, *arguments, cwd=None, **names):
 
 
 def start(program, *arguments, output: Path, cwd=None, **names):
-    """Start it; its output is appended to a file."""
+    """Start a program; its output is appended to a file."""
     with open(output, "ab") as file:
         return subprocess.Popen(
             command(program, *arguments), cwd=cwd, env=environment(**names),

@@ -1,4 +1,4 @@
-"""Right answers that differ from the folded solution: a check must not refuse them."""
+"""Right answers that differ from the folded solution: a check must not reject them."""
 
 _NET = """
 class Net(nn.Module):
@@ -71,7 +71,7 @@ def load_any(model, state):
 """,
     ],
     "8.2": [
-        # Without a tensor of the outputs' size; with labels of that size; with a loss per sample.
+        # First without a tensor of the outputs' size; then with one-hot labels and a loss per sample.
         """
 def two_losses(main, auxiliary, labels):
     def loss(output):

@@ -10,12 +10,13 @@ except ImportError:  # Windows has no such limit
     resource = None
 
 ENOUGH_HANDLES = 512
-"""Ranks, torchrun's agents and browsers' servers open some dozens each, pytest-xdist more."""
+"""Ranks, torchrun's agents and browsers' servers each open a few dozen, pytest-xdist more."""
 
 
 def without_file_handles() -> str:
-    """Why many processes can't be started here, or "" if they can. First raises the soft limit as
-    far as allowed.
+    """Return why many processes can't be started here, or "" if they can.
+
+    First raises the soft limit as far as allowed.
     """
     if resource is None:
         return ""
@@ -29,11 +30,11 @@ def without_file_handles() -> str:
 
 
 def without_shared_memory() -> str:
-    """Why processes can't share memory on this machine, or "" if they can."""
+    """Return why processes can't share memory on this machine, or "" if they can."""
     try:
         multiprocessing.Lock()
     except OSError as error:
-        return f"it needs memory that processes share (/dev/shm); here: {error.strerror}"
+        return f"it needs shared memory (/dev/shm); here: {error.strerror}"
     return ""
 
 

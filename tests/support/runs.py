@@ -1,7 +1,7 @@
 """Runs of lessons' cells, each in a separate process.
 
-The processes are forked from ``launch.run``'s forkserver, which has imported torch. A run can't
-affect another one.
+The processes are forked from ``launch.run``'s forkserver, which has imported torch. Runs can't
+affect each other.
 """
 
 import multiprocessing
@@ -24,7 +24,7 @@ def patch(target, new): unittest.mock.patch(target, new).start()
 
 
 def run_of(cells: Iterable[Cell], before: str = "") -> Run:
-    """These cells in order, with ``before`` ahead of the last one, under the id "before".
+    """Return the cells in order, with the code ``before`` ahead of the last one as cell "before".
 
     It may call ``patch("torch.nn.DataParallel.scatter", new)`` to replace something in a module.
     """
@@ -33,7 +33,7 @@ def run_of(cells: Iterable[Cell], before: str = "") -> Run:
 
 
 def outcome(run: Run) -> tuple[str, str]:
-    """The id of the cell that failed and its "<kind>: <message>", or two empty strings."""
+    """Return the failed cell's id and its "<error type>: <message>", or two empty strings."""
     context = forkserver.context()
     receiving, sending = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="run-") as folder:
@@ -53,7 +53,7 @@ def outcome(run: Run) -> tuple[str, str]:
 def _run(run: Run, folder: Path, sending) -> None:
     from teaching.cells import Shell
 
-    # Its own forkserver, for a lesson's ranks, removes multiprocessing's folder when it exits.
+    # A forkserver for the lesson's ranks will remove multiprocessing's folder: don't share ours.
     multiprocessing.current_process()._config.pop("tempdir", None)
     as_if_fresh()
     os.chdir(lessons.ROOT / "notebooks")

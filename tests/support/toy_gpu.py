@@ -1,6 +1,6 @@
-"""A GPU whose times can be computed by hand: it reads, writes and sends 1 GB/s; arithmetic is free.
+"""A GPU whose times can be computed by hand: it reads, writes and sends at 1 GB/s; arithmetic is free.
 
-A kilobyte takes a microsecond each way; the cost of launches is up to each test.
+A kilobyte takes a microsecond each way; each test chooses the cost of launches.
 """
 
 import pytest
@@ -27,7 +27,7 @@ def toy_gpu(link: vgpu.Link = PLAIN) -> vgpu.GPUSpec:
 
 
 SPEC = toy_gpu()
-# Every launch takes a microsecond, and kernels reach every peak in full.
+# Every launch takes a microsecond, and kernels reach the full peaks.
 LAUNCH_S = 1e-6
 COSTS = vgpu.CostModel(
     SPEC,
@@ -41,7 +41,7 @@ COSTS = vgpu.CostModel(
 
 
 def times_us(timeline: vgpu.Timeline, kind: str = "kernel") -> list[tuple[float, float]]:
-    """The start and end of each event of a kind on vgpu:0, in launch order."""
+    """Return the start and end of each event of a kind on vgpu:0, in launch order."""
     events = [event for event in timeline.of("vgpu:0") if event.kind == kind]
     events.sort(key=lambda event: event.launch_s)
     return [(event.start_s * 1e6, event.end_s * 1e6) for event in events]

@@ -1,4 +1,4 @@
-"""Long runs by hand: ``cd tests/support; python -m random_programs --seconds 3600 --seed 1``.
+"""Run random programs for long: ``cd tests/support; python -m random_programs --seconds 3600 --seed 1``.
 
 Prints each program that differs between the CPU and virtual GPUs, shortened as far as possible.
 """
@@ -15,10 +15,12 @@ import vgpu
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=3600, help="how long to go on")
-    parser.add_argument("--programs", type=int, default=sys.maxsize, help="stop after so many")
-    parser.add_argument("--seed", type=int, default=0, help="of the first program")
-    parser.add_argument("--most", type=int, default=5, help="stop after so many differences")
+    parser.add_argument("--seconds", type=float, default=3600, help="how long to run")
+    parser.add_argument(
+        "--programs", type=int, default=sys.maxsize, help="stop after this many programs"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first program")
+    parser.add_argument("--most", type=int, default=5, help="stop after this many differences")
     options = parser.parse_args()
     started, count, found = time.monotonic(), 0, 0
     with vgpu.enable(2):

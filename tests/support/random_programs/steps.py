@@ -17,13 +17,13 @@ CONTEXTS = ("torch.no_grad()", "torch.inference_mode()", "torch.enable_grad()")
 
 
 class Draft:
-    """A growing program: it runs on the CPU immediately, so that the next step can fit the values."""
+    """A growing program: each line runs on the CPU at once, so that the next can fit the values."""
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
         self.world = World(gpus=False)
         self.lines: list[str] = []
-        self.places: dict[str, int] = {}  # for each variable that's still in use
+        self.places: dict[str, int] = {}  # the device of each variable still in use
         self.modules: dict[str, int] = {}
         self.current = 0
         self.count = 0
@@ -36,11 +36,11 @@ class Draft:
         return self.world.names.get(name)
 
     def any(self, accept: Callable[[torch.Tensor], bool] = lambda t: True) -> str:
-        """An acceptable variable; raises StopIteration if there is none."""
+        """Return an acceptable variable; raises StopIteration if there is none."""
         return self.any_of(lambda name: accept(self.value(name)))
 
     def beside(self, name: str, accept: Callable[[torch.Tensor], bool] = lambda t: True) -> str:
-        """Another variable on the same device."""
+        """Return an acceptable variable on the same device, possibly the same one."""
         return self.any_of(lambda n: self.places[n] == self.places[name] and accept(self.value(n)))
 
     def any_of(self, accept: Callable[[str], bool]) -> str:
@@ -49,14 +49,14 @@ class Draft:
             try:
                 if accept(name):
                     names.append(name)
-            except RuntimeError:  # a view that autograd refuses
+            except RuntimeError:  # a view that autograd rejects
                 continue
         if not names:
             raise StopIteration
         return self.rng.choice(names[-8:])
 
     def add(self, line: str, place: int | None = None, in_contexts: bool = True) -> None:
-        """Run a line on the CPU and keep it; ``place`` is the device of the variable that it names first."""
+        """Run a line on the CPU and keep it; ``place`` is the device of the variable that it assigns."""
         made, assigned, _ = line.partition(" = ")
         if place is not None and in_contexts and self.rng.random() < 0.15:
             line = f"with {self.rng.choice(CONTEXTS)}: {line}"
@@ -73,7 +73,7 @@ class Draft:
             kind = self.rng.choices(kinds, weights)[0]
             try:
                 kind(self, self.rng)
-            except (StopIteration, RuntimeError):  # nothing suits, or autograd refuses a view
+            except (StopIteration, RuntimeError):  # no variable fits, or autograd rejects a view
                 continue
             return
 
@@ -106,7 +106,7 @@ def make(p: Draft, r: Random) -> None:
 
 
 def make_by_device(p: Draft, r: Random) -> None:
-    """Factories under a default device, and on the current device."""
+    """Create a tensor under a default device or on the current device."""
     name, k = p.name(), r.choice((0, 1))
     if r.random() < 0.5:
         make = r.choice(("torch.ones(2, 3)", "torch.as_tensor([1.0, 2.0, 3.0])", "torch.eye(3)"))
@@ -144,8 +144,8 @@ VIEWS = (
     "{x}.conj()", "torch.view_as_real({x})", "{x}.as_strided((2,), (1,))", "{x}.data", "{x}.select(-1, 0)",
     "{x}.unfold(0, 1, 1)", "{x}.view(torch.int64)", "{x}.swapaxes(0, 1)", "{x}.T",
 )  # fmt: skip
-# Not detach_ or requires_grad_(False): a remaining view then has no history; using it leads nowhere
-# on the CPU, and raises an error on a virtual GPU.
+# Not detach_ or requires_grad_(False): remaining views then have no history. On the CPU, gradients
+# stop there; on a virtual GPU, using such a view raises an error.
 IN_PLACE = (
     "{x}.add_(1)", "{x}.mul_(0.5)", "{x}.zero_()", "{x}.fill_(0.25)", "{x}.sin_()", "{x}.neg_()", "{x}.t_()",
     "{x}.transpose_(0, -1)", "{x}.squeeze_()", "{x}.unsqueeze_(0)", "{x}.clamp_(-1, 1)", "{x}[0] = 0.5",
@@ -178,17 +178,18 @@ def view(p: Draft, r: Random) -> None:
 
 
 def in_place(p: Draft, r: Random) -> None:
-    # Only on the CPU can what was computed in inference mode be changed outside of it through
-    # .data.
+    # Outside inference mode, inference tensors can be changed through .data only on the CPU.
     x = p.any(lambda t: dense(t) and not t.is_inference())
     line = r.choice(IN_PLACE).format(x=x)
     if "requires_grad_" in line and p.value(x)._is_view():
-        raise StopIteration  # on the CPU, its views would have no history; here, using them raises
+        raise StopIteration  # its views would have no history; using them raises only on a virtual GPU
     if ("squeeze_" in line or "strided_" in line) and leaf(p.value(x)):
         raise StopIteration  # autograd would compare a gradient's strides past their end
     if p.value(x)._is_view() and p.value(x)._backward_hooks:
-        raise StopIteration  # a view with a hook keeps its shape on a virtual GPU, and says so
-    if p.value(x)._is_view():  # unless it's read, the CPU may take it for a leaf, and refuse
+        raise StopIteration  # on a virtual GPU, a view with a hook can't change its shape: that raises
+    if p.value(
+        x
+    )._is_view():  # unless it's read, the CPU may mistake the view for a leaf, and raise
         line = f"{x}.grad_fn; {line}"
     p.add(f"with torch.no_grad(): {line}" if r.random() < 0.3 else line)
 
@@ -218,11 +219,11 @@ def move(p: Draft, r: Random) -> None:
 
 
 def copy_over(p: Draft, r: Random) -> None:
-    """A copy between devices that broadcasts and casts."""
+    """Copy between devices, with broadcasting and casting."""
     x = p.any(lambda t: dense(t) and not t.is_inference())
     y = p.any_of(lambda n: dense(p.value(n)))
     if p.value(x).data_ptr() == p.value(y).data_ptr():
-        raise StopIteration  # onto itself: the CPU refuses that, depending on strides of single elements
+        raise StopIteration  # onto itself: the CPU rejects that, depending on the strides of single elements
     p.add(f"with torch.no_grad(): {x}.copy_({y})")
 
 
@@ -260,7 +261,7 @@ def use_gradient(p: Draft, r: Random) -> None:
 
 
 def flat_gradient(p: Draft, r: Random) -> None:
-    """Gradients that are views of one buffer, as buckets are."""
+    """Make a gradient a view of a flat buffer, as in DDP's buckets."""
     x = p.any(lambda t: leaf(t) and t.dtype is torch.float64 and t.numel() > 0)
     flat = p.name()
     p.add(f"{flat} = torch.zeros_like({x}).reshape(-1).detach()", p.places[x])
@@ -306,7 +307,7 @@ def sparse(p: Draft, r: Random) -> None:
     made = r.choice(("{x}.to_dense()", "{x} * 2", "{x}.coalesce()", "{x} + {x}", "{x}.t()", "{x}.coalesce().values()",
                      "torch.sparse.sum({x})", "{x}.clone()"))  # fmt: skip
     p.add(f"{p.name()} = " + made.format(x=x), p.places[x])
-    # For a view of what then changes, the CPU computes the gradient from the wrong strides.
+    # If the base of a view changes, the CPU computes the view's gradient from the wrong strides.
     base = p.value(x)
     if r.random() < 0.3 and not any(p.value(name)._base is base for name in p.places):
         p.add(r.choice(("{x}.add_({x})", "{x}.mul_(2)", "{x}.zero_()")).format(x=x))
@@ -334,8 +335,7 @@ def run_module(p: Draft, r: Random) -> None:
         p.add(f"step({m}, foreach={r.random() < 0.5})")
     else:
         p.modules[m] = r.choice((0, 1))
-        # A graph from before the move is refused, and references to the module's tensors move as
-        # well.
+        # Graphs from before the move raise errors, and references to the module's tensors move, too.
         p.places = {n: k for n, k in p.places.items() if not p.value(n).requires_grad}
         p.add(f"move({m}, {p.modules[m]})")
 
@@ -348,7 +348,7 @@ STEPS: dict[Callable[[Draft, Random], None], float] = {
 
 
 def programs(seed: int, steps: int = 18) -> Iterator[tuple[int, list[str]]]:
-    """Yields programs forever, each with its seed."""
+    """Yield programs endlessly, each with its seed."""
     while True:
         draft = Draft(seed)
         make(draft, draft.rng)

@@ -1,4 +1,4 @@
-"""A random program on the CPU and on virtual GPUs, and what must match between the two."""
+"""Run a random program on the CPU and on virtual GPUs, and compare the two."""
 
 import copy
 import gc
@@ -40,7 +40,7 @@ class Marks(TorchDispatchMode):
 
 
 class World:
-    """The names of a program while it runs."""
+    """The names of a running program, on the CPU or on virtual GPUs."""
 
     def __init__(self, gpus: bool) -> None:
         self.gpus = gpus
@@ -67,7 +67,7 @@ class World:
     def leaf(
         self, shape: tuple[int, ...], start: int, dtype: str, place: int, grad: bool
     ) -> torch.Tensor:
-        """A tensor with known values."""
+        """Return a tensor with known values."""
         count = torch.Size(shape).numel()
         values = torch.arange(start, start + count, dtype=torch.float64).mul(1.3).sin()
         kind = getattr(torch, dtype)
@@ -85,14 +85,14 @@ class World:
         return module.to(self.devices[place])
 
     def move(self, module: nn.Module, place: int) -> None:
-        """``module.to``, but always with a copy; if all devices are the CPU, it wouldn't copy."""
+        """Call ``module.to``, but always copy; if all devices are the CPU, ``to`` wouldn't."""
         if not self.gpus and module.place != place:
             module._apply(torch.clone)
         module.place = place
         module.to(self.devices[place])
 
     def to(self, tensor: torch.Tensor, place: int) -> torch.Tensor:
-        """A copy on another device; if all are the CPU, ``to`` wouldn't copy."""
+        """Return a copy on another device; if all are the CPU, ``to`` alone wouldn't copy."""
         return tensor.to(self.devices[place], copy=not self.gpus)
 
     def use(self, place: int) -> None:
@@ -114,7 +114,7 @@ class World:
                 self.first[name] = 0 if value.is_inference() else value._version
 
     def changes(self, name: str) -> int:
-        """How often a variable has been changed in place."""
+        """Return how often a variable has been changed in place."""
         version = _ask(self.names[name], "_version")  # inference tensors have none
         return version - self.first[name] if isinstance(version, int) else 0
 
@@ -140,7 +140,7 @@ def step(module: nn.Module, foreach: bool) -> None:
 
 
 def difference(lines: list[str]) -> str:
-    """How the program differs between the CPU and virtual GPUs; empty if it doesn't."""
+    """Return how the program differs between the CPU and virtual GPUs, or "" if it doesn't."""
     worlds = []
     before = _allocated()
     with warnings.catch_warnings():
@@ -168,7 +168,7 @@ def difference(lines: list[str]) -> str:
 
 
 def _leaks_on_the_cpu(lines: list[str]) -> bool:
-    """Whether torch itself leaks memory, as x.mul_(x) of a computed tensor does."""
+    """Return whether torch itself leaks memory, as in ``x.mul_(x)`` for a computed tensor."""
     world = World(gpus=False)
     with warnings.catch_warnings(), Marks() as block:
         warnings.simplefilter("ignore")
@@ -215,9 +215,9 @@ def _compare(lines: list[str], cpu: World, gpu: World) -> str:
 
 
 def _is_cut_short(line: str, world: World) -> bool:
-    """Whether a line is about a tensor with a history but no elements.
+    """Return whether a line names a tensor with a history but no elements.
 
-    Without elements, autograd may cut a graph short, so what it refuses on the CPU is random.
+    Without elements, autograd may cut a graph short, so which errors it raises is random.
     """
     named = [world.names.get(name) for name in re.findall(r"\bv\d+", line)]
     tensors = [value for value in named if isinstance(value, torch.Tensor)]
@@ -229,7 +229,7 @@ def _grad(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
-    """The address of a tensor's memory; None if it has none."""
+    """Return the address of a tensor's memory, or None if it has none."""
     if tensor.layout is not torch.strided:
         return None
     storage = tensor.untyped_storage()
@@ -240,7 +240,7 @@ ASPECTS = ("dtype", "layout", "shape", "requires_grad", "is_leaf")
 
 
 def _compare_tensors(name: str, found: Any, expected: Any, gradient: bool = False) -> str:
-    """gradient: leave out strides, which depend on how autograd accumulates gradients."""
+    """Return how two tensors differ, or "". gradient: ignore strides, which autograd may change."""
     if (found is None) != (expected is None):
         return f"{name}: {found}, on the CPU {expected}"
     if expected is None:
@@ -264,12 +264,12 @@ def _compare_tensors(name: str, found: Any, expected: Any, gradient: bool = Fals
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
-    """The meaningful strides: those of dimensions with one element aren't."""
+    """Return the strides, except the meaningless ones of dimensions with one element."""
     return [stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True) if n != 1]
 
 
 def _ask(tensor: torch.Tensor, aspect: str) -> Any:
-    """An attribute, or the type of the error if autograd refuses the tensor."""
+    """Return an attribute, or the type of the error if autograd rejects the tensor."""
     try:
         return getattr(tensor, aspect)
     except (IndexError, RuntimeError) as error:
@@ -277,7 +277,7 @@ def _ask(tensor: torch.Tensor, aspect: str) -> Any:
 
 
 def shrunk(lines: list[str]) -> list[str]:
-    """The shortest version of the program that still differs."""
+    """Remove lines from the program for as long as it still differs."""
     changed = True
     while changed:
         changed = False

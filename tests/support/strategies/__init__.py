@@ -1,4 +1,4 @@
-"""Ways to train on several ranks, each with the same few steps on the requested device type.
+"""Ways to train on multiple ranks, each for the same few steps on the requested device type.
 
 Every way is called on each rank as ``way(rank, world_size, device_type)``, with an existing process
 group. It returns what must not depend on the device type: losses, norms and parameters, as CPU
@@ -20,11 +20,11 @@ WAYS = {
     "tensors": tensors.WAYS,
     "pipelines": pipelines.WAYS,
 }
-"""By what is split; the ways of one group run on the same ranks, one after another."""
+"""Grouped by what is split; the ways in a group run on the same ranks, one after another."""
 
 
 def both(rank, world_size, ways):
-    """Each way's results on the CPU, and on this rank's GPU, real or virtual."""
+    """Return each way's results on the CPU, and on this rank's GPU, real or virtual."""
     found = {}
     for way in ways:
         results = []

@@ -1,4 +1,4 @@
-"""Batches split over copies of the model: DDP's variants, sharded optimizer state."""
+"""Batches split across copies of the model: variants of DDP, and sharded optimizer state."""
 
 import torch
 from torch.nn import functional as F

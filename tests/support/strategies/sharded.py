@@ -1,4 +1,4 @@
-"""Parameters split as well, by fully_shard; a checkpoint read by fewer ranks than wrote it."""
+"""Parameters that are split, too, by FSDP; a checkpoint read by fewer ranks than wrote it."""
 
 import shutil
 import tempfile
@@ -26,8 +26,8 @@ def _sharded(rank, world_size, device_type, mesh=None, seed=0, norm=nn.LayerNorm
 
 def _fsdp(rank, world_size, device_type, mesh=None, **options):
     model, device = _sharded(rank, world_size, device_type, mesh, **options)
-    # On a two-dimensional mesh, torch takes a while for AdamW's operations, which a one-dimensional
-    # mesh also covers.
+    # On a two-dimensional mesh, AdamW's operations are slow in torch; the one-dimensional mesh covers
+    # them.
     optimizer = adamw(model) if mesh is None else sgd(model)
     return trained(model, optimizer, device, rank, world_size, clip=1.0) + parameters_of(model)
 
@@ -37,7 +37,7 @@ def fsdp(rank, world_size, device_type):
 
 
 def fsdp1(rank, world_size, device_type):
-    """The class that preceded ``fully_shard``."""
+    """Train with the class that preceded ``fully_shard``."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     device = device_of(device_type, rank)
@@ -51,7 +51,7 @@ def fsdp_without_resharding(rank, world_size, device_type):
 
 
 def fsdp_in_mixed_precision(rank, world_size, device_type):
-    """Without a norm, whose statistics are float32 on a GPU and bfloat16 on the CPU."""
+    """Train without a norm, whose statistics are float32 on a GPU and bfloat16 on the CPU."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

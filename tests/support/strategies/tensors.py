@@ -1,4 +1,4 @@
-"""Tensors that are split: DTensors, tensor and sequence parallelism, attention by heads and in rings."""
+"""Split tensors: DTensors, tensor and sequence parallelism, attention by heads, ring attention."""
 
 import torch
 from torch.nn import functional as F
@@ -60,8 +60,7 @@ def _parallelized(rank, world_size, device_type, sequence):
 
 def _train_together(model, rank, world_size, device_type, inputs_of=lambda x: x):
     device = device_of(device_type, rank)
-    # Some parameters are DTensors and some aren't: foreach, a GPU's default, refuses the two
-    # together.
+    # Some parameters are DTensors and some aren't: foreach, the default on GPUs, can't mix the two.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     found = []
     for step in range(STEPS):
@@ -87,7 +86,7 @@ def sequence_parallel(rank, world_size, device_type):
 
 
 def attention_by_heads(rank, world_size, device_type):
-    """Fused attention on DTensors that are split by heads; written by hand if the CPU has no rule."""
+    """Run attention on DTensors split by heads; on the CPU, which has no rule, on local tensors."""
     from torch.distributed.tensor import DTensor, Shard
 
     mesh = mesh_of(device_type, world_size)
@@ -104,9 +103,10 @@ def attention_by_heads(rank, world_size, device_type):
 
 
 def context_parallel(rank, world_size, device_type):
-    """Ring attention over a split sequence, compared with full attention on each rank. A rank has
-    two parts of 32 positions: CUDA's kernel pads its logsumexp to a multiple of that, and torch's
-    ring accepts no others.
+    """Compare ring attention over a split sequence with full attention on each rank.
+
+    A rank has two parts of 32 positions: CUDA's kernel pads its logsumexp to a multiple of 32, and
+    torch's ring attention accepts no other sizes.
     """
     torch.manual_seed(2)
     parts = [torch.randn(1, 2, 64 * world_size, 8) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""What all ways train: a network, its batches and optimizers, and the parts of a step."""
+"""What all ways share: a network, its batches and optimizers, and the parts of a step."""
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ def network(seed, width=16, norm=nn.LayerNorm):
 
 
 def batch(step, rank, world_size):
-    """This rank's four samples of the step's batch, on the CPU."""
+    """Return this rank's four samples of the step's batch, on the CPU."""
     generator = torch.Generator().manual_seed(100 + step)
     images = torch.randn(4 * world_size, 8, generator=generator)
     labels = torch.randint(0, 4, (4 * world_size,), generator=generator)
@@ -37,7 +37,7 @@ def batch(step, rank, world_size):
 
 
 def trained(model, optimizer, device, rank, world_size, steps=STEPS, clip=None):
-    """Losses (and norms) of the steps."""
+    """Train for ``steps`` steps; returns the losses, and gradient norms if they're clipped."""
     found = []
     for step in range(steps):
         images, labels = (part.to(device) for part in batch(step, rank, world_size))
@@ -53,7 +53,7 @@ def trained(model, optimizer, device, rank, world_size, steps=STEPS, clip=None):
 
 
 def full(value):
-    """A tensor, or the full tensor of a DTensor, on the CPU."""
+    """Return a tensor, or a DTensor's full tensor, on the CPU."""
     value = value.detach()
     if hasattr(value, "full_tensor"):
         value = value.full_tensor()
@@ -71,7 +71,7 @@ def mesh_of(device_type, *shape, names=None):
 
 
 def beside_one_process(way):
-    """A single process's results on the whole batch, for ways that train ``network(0)`` data-parallel."""
+    """Return parameters that one process gets from the full batches, for data-parallel ways."""
     world_size = 4
     model = network(0)
     optimizer = sgd(model) if way in ("ddp", "hybrid_sharding") else adamw(model)
