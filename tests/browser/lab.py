@@ -91,7 +91,7 @@ class Lesson:
             self.command("notebook:expand-all-headings")
 
     def ask(self, function: str, *args):
-        """Return the value of a JavaScript function called with the notebook's panel (and ``args``)."""
+        """Return the value of a JavaScript function, called with the open panel and ``args``."""
         arrow = "([f, a]) => eval(f)(window.jupyterapp.shell.currentWidget, ...a)"
         return self.page.evaluate(arrow, [function, list(args)])
 
@@ -127,7 +127,7 @@ class Lesson:
         return found
 
     def at(self, index: int):
-        """Return a locator for a cell; JupyterLab doesn't render cells far from the visible ones."""
+        """Return a locator for a cell; JupyterLab renders only cells near the visible ones."""
         panel = ".jp-NotebookPanel:not(.lm-mod-hidden)"
         return self.page.locator(f"{panel} .jp-Cell[data-windowed-list-index='{index}']")
 

@@ -1,7 +1,7 @@
 """Training programs that come as a folder: the data and arguments with which each is run.
 
-Each is copied, gets tiny data in its own format, and is run as its authors run it. If it needs edits
-to run with current packages, or on the CPU for comparison, they're here.
+Each is copied, gets tiny data in its own format, and is run as its authors run it. The edits that it
+needs for current packages, or for a comparison with the CPU, are here.
 """
 
 import importlib.util

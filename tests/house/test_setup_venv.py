@@ -79,7 +79,7 @@ def test_pip_settings_that_choose_releases_are_dropped_but_mirrors_are_kept(tmp_
 
 
 def test_incompatible_builds_are_replaced_if_a_release_was_requested(tmp_path, monkeypatch):
-    """For example, torch is a CPU build from a folder of wheels, and torchvision is from an index."""
+    """For example, a folder of wheels has a CPU build of torch; torchvision is from an index."""
     calls, matches = [], iter([False, True])
     monkeypatch.setattr(
         setup_venv, "pip", lambda *arguments, **_: calls.append(arguments[1]) or True

@@ -75,7 +75,7 @@ def _names(source: str) -> _Names:
 
 
 def _used_inside(top: symtable.SymbolTable) -> tuple[set[str], set[str]]:
-    """Return the global names that comprehensions, which run at once, use, and those in functions."""
+    """Return the global names used in comprehensions, which run at once, and in functions."""
     at_once, later = set(), set()
     tables = [(table, False) for table in top.get_children()]
     for table, in_function in tables:  # grows during the loop

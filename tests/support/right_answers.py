@@ -71,7 +71,7 @@ def load_any(model, state):
 """,
     ],
     "8.2": [
-        # First without a tensor of the outputs' size; then with one-hot labels and a loss per sample.
+        # Without a tensor of the outputs' size; with one-hot labels and a loss per sample.
         """
 def two_losses(main, auxiliary, labels):
     def loss(output):

@@ -1,7 +1,7 @@
 """A cluster whose times can be computed by hand.
 
-Within a host, a GPU sends 1 GB/s and a step takes 1 µs more; between hosts, it's 0.5 GB/s and 10 µs.
-With ``EXACT`` costs, kernels take no time.
+Within a host, a GPU sends at 1 GB/s, with a latency of 1 µs per step; between hosts, at 0.5 GB/s,
+with 10 µs. With ``EXACT`` costs, kernels take no time.
 """
 
 import vgpu

@@ -1,4 +1,4 @@
-"""A GPU whose times can be computed by hand: it reads, writes and sends at 1 GB/s; arithmetic is free.
+"""A GPU whose times can be computed by hand: 1 GB/s to read, write or send; arithmetic is free.
 
 A kilobyte takes a microsecond each way; each test chooses the cost of launches.
 """

@@ -73,8 +73,8 @@ def test_a_step_on_a_faster_gpu_is_faster_and_more_fits_on_a_larger_one():
     times = [each.simulated.makespan for each in found]
     assert times == sorted(times, reverse=True)
     rows = [answer_table(each).rows[2] for each in found]
-    # GPUs with 12 to 80 GiB. A K80 has no fused attention and keeps the scores; a V100's fused kernel
-    # returns its output in a different memory layout, which is copied.
+    # GPUs with 12 to 80 GiB. A K80 has no fused attention and keeps the scores; a V100's fused
+    # kernel returns its output in a different memory layout, which is copied.
     k80, v100, a100, h100 = (found_on.peak_bytes()[0] for found_on in found)
     assert k80 > v100 > a100 == h100
     assert "of 12 GiB; fits on 0 of 4" in rows[0][2]

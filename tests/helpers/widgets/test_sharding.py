@@ -46,7 +46,7 @@ def test_one_gpu_holds_everything_and_sends_nothing():
 
 
 def test_answer_matches_what_fully_shard_keeps_and_sends():
-    """Here, FSDP2 runs on rank 0 of 8 and reduces gradients in bfloat16, as the explorer assumes."""
+    """FSDP2 runs on rank 0 of 8 and reduces gradients in bfloat16, as the explorer assumes."""
     found = answer(SHAPE, 8, FSDP)
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     with vgpu.cluster(hosts=1) as cluster, vgpu.shapes_only():

@@ -1,4 +1,4 @@
-"""Run random programs for long: ``cd tests/support; python -m random_programs --seconds 3600 --seed 1``.
+"""A long run: ``cd tests/support; python -m random_programs --seconds 3600 --seed 1``.
 
 Prints each program that differs between the CPU and virtual GPUs, shortened as far as possible.
 """

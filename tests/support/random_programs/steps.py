@@ -56,7 +56,7 @@ class Draft:
         return self.rng.choice(names[-8:])
 
     def add(self, line: str, place: int | None = None, in_contexts: bool = True) -> None:
-        """Run a line on the CPU and keep it; ``place`` is the device of the variable that it assigns."""
+        """Run a line on the CPU and keep it; ``place``: the device of the variable it assigns."""
         made, assigned, _ = line.partition(" = ")
         if place is not None and in_contexts and self.rng.random() < 0.15:
             line = f"with {self.rng.choice(CONTEXTS)}: {line}"
@@ -182,11 +182,11 @@ def in_place(p: Draft, r: Random) -> None:
     x = p.any(lambda t: dense(t) and not t.is_inference())
     line = r.choice(IN_PLACE).format(x=x)
     if "requires_grad_" in line and p.value(x)._is_view():
-        raise StopIteration  # its views would have no history; using them raises only on a virtual GPU
+        raise StopIteration  # its views lose their history: only virtual GPUs then raise
     if ("squeeze_" in line or "strided_" in line) and leaf(p.value(x)):
         raise StopIteration  # autograd would compare a gradient's strides past their end
     if p.value(x)._is_view() and p.value(x)._backward_hooks:
-        raise StopIteration  # on a virtual GPU, a view with a hook can't change its shape: that raises
+        raise StopIteration  # virtual GPUs raise if a view with a hook changes its shape
     if p.value(
         x
     )._is_view():  # unless it's read, the CPU may mistake the view for a leaf, and raise
@@ -223,7 +223,7 @@ def copy_over(p: Draft, r: Random) -> None:
     x = p.any(lambda t: dense(t) and not t.is_inference())
     y = p.any_of(lambda n: dense(p.value(n)))
     if p.value(x).data_ptr() == p.value(y).data_ptr():
-        raise StopIteration  # onto itself: the CPU rejects that, depending on the strides of single elements
+        raise StopIteration  # onto itself: on the CPU, irrelevant strides decide if that raises
     p.add(f"with torch.no_grad(): {x}.copy_({y})")
 
 
@@ -335,7 +335,7 @@ def run_module(p: Draft, r: Random) -> None:
         p.add(f"step({m}, foreach={r.random() < 0.5})")
     else:
         p.modules[m] = r.choice((0, 1))
-        # Graphs from before the move raise errors, and references to the module's tensors move, too.
+        # Graphs from before the move raise errors; references to the module's tensors move, too.
         p.places = {n: k for n, k in p.places.items() if not p.value(n).requires_grad}
         p.add(f"move({m}, {p.modules[m]})")
 

@@ -26,8 +26,7 @@ def _sharded(rank, world_size, device_type, mesh=None, seed=0, norm=nn.LayerNorm
 
 def _fsdp(rank, world_size, device_type, mesh=None, **options):
     model, device = _sharded(rank, world_size, device_type, mesh, **options)
-    # On a two-dimensional mesh, AdamW's operations are slow in torch; the one-dimensional mesh covers
-    # them.
+    # AdamW's operations are slow on a two-dimensional mesh; the one-dimensional mesh covers them.
     optimizer = adamw(model) if mesh is None else sgd(model)
     return trained(model, optimizer, device, rank, world_size, clip=1.0) + parameters_of(model)
 
