@@ -1,4 +1,4 @@
-"""The lessons' figures; they only read records."""
+"""The lessons' figures, one module per topic."""
 
 from helpers.plots.autograd import gradients, graph_before_and_after, kept_per_step
 from helpers.plots.collectives import (

@@ -1,4 +1,4 @@
-"""Figures of autograd: right and wrong gradients, what summed losses keep alive, and a graph with a cut."""
+"""Figures for autograd: correct and wrong gradients, memory kept by summed losses, a graph after a cut."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,13 +9,13 @@ from matplotlib.axes import Axes
 from helpers.autograd_graph import Graph
 from helpers.plots.style import COLORS, arrow, figure, headline, show, title
 
-_STEP = 1.5  # from one node to the next in a row; a row is 1 high
+_STEP = 1.5  # distance between neighboring nodes in a row; rows are 1 apart
 
 
 def gradients(
     x: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor, slope: torch.Tensor
 ) -> None:
-    """Two gradients of one function at ``x`` (N,), and its slope by finite differences."""
+    """Plot two gradients of one function at ``x`` (N,), and its slope by finite differences."""
     fig, axes = figure(width=7.5, height=3.4)
     axes.plot(x, right, color=COLORS["blue"], label="written out of place")
     axes.plot(x, wrong, color=COLORS["vermilion"], linestyle="--", label="edited through .data")
@@ -33,16 +33,16 @@ def gradients(
     apart = (wrong - slope).abs()
     show(
         fig,
-        f"Gradient over x from {x.min():g} to {x.max():g}. The out-of-place version's gradient "
+        f"Line chart of the gradient for x from {x.min():g} to {x.max():g}. The out-of-place version's gradient "
         f"goes through the finite differences. The one edited through .data is off by up to "
         f"{apart.max():.2f}, at {(apart > 0.01).float().mean():.0%} of the points.",
     )
 
 
 def kept_per_step(runs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-    """Bytes and graph nodes still alive after each step, a row for each way to sum losses.
+    """Plot the bytes and graph nodes still alive after each step, with a row for each way to sum losses.
 
-    ``runs`` maps a name to one ``(bytes, nodes)`` pair a step.
+    ``runs`` maps a name to one ``(bytes, nodes)`` pair per step.
     """
     height = 1.3 + 0.95 * len(runs)
     fig, panels = figure(
@@ -67,24 +67,24 @@ def kept_per_step(runs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
     )
     show(
         fig,
-        "A row of bars for each loop over the steps: KiB of saved tensors alive, and graph nodes kept "
-        f"by the sum. After the last step, {'; '.join(ends)}.",
+        "Two bar charts over the steps for each loop: KiB of saved tensors alive, and graph nodes "
+        f"kept by the sum. After the last step, {'; '.join(ends)}.",
     )
 
 
 def graph_before_and_after(
     graph: Graph, kept_nodes: set[int], kept_edges: set[int], after: str
 ) -> None:
-    """A graph twice: as a whole, and with everything that a cut removed as pale dashed lines.
+    """Draw a graph twice: complete, and with everything that a cut removed as pale dashed lines.
 
-    A named intermediate result, as in "h = Mul", is where the cut was made, and is highlighted.
+    The cut was made at a named intermediate result, such as "h = Mul", which is highlighted.
     """
     everything = set(range(len(graph.nodes))), set(range(len(graph.edges)))
     places = _places(graph)
     width = max(x for x, _ in places) - min(x for x, _ in places) + 2.4
     height = 1 - min(y for _, y in places)
     fig, axes = figure(width=8.5, height=0.5 + 0.62 * height)
-    # One Axes without ticks, placed by hand: it takes a third of the time of two with automatic
+    # One Axes without ticks, placed by hand, takes a third of the time of two with automatic
     # layout, and the explorer redraws this on every change.
     fig.set_layout_engine("none")
     axes.set_position((0, 0, 1, 1 - 0.3 / (0.5 + 0.62 * height)))

@@ -1,7 +1,7 @@
-"""Figures of collectives and DDP: data before and after, a ring step by step, samplers, and bytes sent.
+"""Figures for collectives and DDP: data before and after, a ring step by step, samplers, bytes sent.
 
-In the lesson, rank r starts with small numbers times 10**r, so a number shows which ranks
-contributed to it: 110 is a sum over ranks 1 and 2. A cell's colors are determined by its number.
+In the lesson, rank r starts with small numbers times 10**r, so a value shows which ranks
+contributed to it: 110 is a sum over ranks 1 and 2. A cell's value determines its colors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,24 +21,24 @@ Held = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def origins(number: int) -> list[int]:
-    """The ranks that contributed to a sum: the positions of its nonzero digits.
+    """Return the ranks that contributed to a sum: the positions of its nonzero digits.
 
-    Raises ValueError for a negative number, and for one with more digits than there are colors.
+    Raises ValueError if the number is negative or has more digits than there are colors.
     """
     digits = str(number)
     if not digits.isdecimal() or len(digits) > len(RANK_COLORS):
         raise ValueError(
-            f"{number} isn't a number of this lesson: it must be at least 0, with up to "
+            f"{number} can't be drawn: it must be at least 0 and have at most "
             f"{len(RANK_COLORS)} digits, one per rank"
         )
     return [rank for rank, digit in enumerate(reversed(digits)) if digit != "0"]
 
 
 def before_and_after(held: dict[str, Held]) -> None:
-    """One row of cells per rank, before and after each collective.
+    """Draw one row of cells per rank, before and after each collective.
 
-    ``held`` maps a collective's name to the ``(before, after)`` of each rank, whole numbers as
-    described above; ``after`` is None on a rank that receives nothing.
+    ``held`` maps a collective's name to a ``(before, after)`` pair of tensors per rank, whose values
+    are encoded as described above; ``after`` is None on a rank that receives nothing.
     """
     ranks = len(next(iter(held.values())))
     before_cells = max(len(before) for runs in held.values() for before, _ in runs)
@@ -82,9 +82,9 @@ def before_and_after(held: dict[str, Held]) -> None:
 
 
 def busiest_rank(counted: dict[str, dict[int, float]]) -> None:
-    """Bytes sent by the busiest rank, as multiples of the tensor's bytes, by number of ranks.
+    """Plot the bytes sent by the busiest rank, as a multiple of the tensor's size, by number of ranks.
 
-    ``counted`` maps the name of an algorithm to {number of ranks: multiple}.
+    ``counted`` maps an algorithm's name to {number of ranks: multiple}.
     """
     fig, axes = figure(width=6.5, height=3.2)
     looks = (("o", COLORS["vermilion"]), ("s", COLORS["blue"]))
@@ -96,7 +96,7 @@ def busiest_rank(counted: dict[str, dict[int, float]]) -> None:
     axes.plot(fine, [2 * (n - 1) / n for n in fine], color=looks[1][1], lw=1, label="2(n-1)/n")
     axes.set(
         xlabel="ranks (n)",
-        ylabel="bytes sent / bytes of the tensor",
+        ylabel="bytes sent / tensor size",
         xticks=counts,
         ylim=(0, None),
     )
@@ -106,18 +106,18 @@ def busiest_rank(counted: dict[str, dict[int, float]]) -> None:
         f"{name}: " + ", ".join(f"{most:.2f} with {ranks} ranks" for ranks, most in points.items())
         for name, points in counted.items()
     )
-    show(fig, f"Points of bytes sent by the busiest rank, in multiples of the tensor. {summary}.")
+    show(fig, f"Bytes sent by the busiest rank, as multiples of the tensor's size. {summary}.")
 
 
 def ring(held: Sequence[Sequence[int]], sent: Sequence[int], message: str) -> None:
-    """The chunks of each rank after one step of a ring, and the moves of that step.
+    """Draw each rank's chunks after one step of a ring, and the transfers in that step.
 
-    ``held[rank][chunk]`` is a number as described above; ``sent[rank]`` the chunk that the rank
-    has just sent to the next one, or no entries before the first step.
+    ``held[rank][chunk]`` is a value as described above; ``sent[rank]`` is the chunk that the rank
+    has just sent to the next one. Before the first step, ``sent`` is empty.
     """
     ranks = len(held)
     fig, axes = figure(width=6.5, height=1.2 + 0.5 * ranks)
-    # More digits don't fit next to the arrows; the colors say the same.
+    # Longer numbers don't fit next to the arrows; the colors convey the same information.
     for rank, numbers in enumerate(held):
         axes.text(-0.15, rank, f"rank {rank}", ha="right", va="center", in_layout=False)
         _row(axes, 0, rank, numbers, with_text=ranks <= 5)
@@ -126,7 +126,7 @@ def ring(held: Sequence[Sequence[int]], sent: Sequence[int], message: str) -> No
         axes.text(chunk + 0.46, -0.85, f"chunk {chunk}", ha="center", va="center", in_layout=False)
     axes.set(xlim=(-0.9, ranks), ylim=(ranks - 0.3, -1.1))
     axes.axis("off")
-    title(axes, message, "computed: a cell's colors are the ranks whose numbers it holds")
+    title(axes, message, "computed: a cell's colors are the ranks whose values it contains")
     summary = "; ".join(f"rank {rank} holds {list(numbers)}" for rank, numbers in enumerate(held))
     moves = ", ".join(f"chunk {chunk} from rank {rank}" for rank, chunk in enumerate(sent))
     show(
@@ -138,14 +138,14 @@ def _numbers(tensor: torch.Tensor | None) -> list[int]:
     return [] if tensor is None else [int(number) for number in tensor.flatten().tolist()]
 
 
-# Under a number on several bands, whose edges would strike it through.
+# Drawn under a number that covers several bands, whose edges would cut through its digits.
 _PLATE = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
 
 
 def _row(
     axes: Axes, left: float, rank: int, numbers: Sequence[int], *, with_text: bool = True
 ) -> None:
-    """Cells side by side, each divided into one band for every rank that contributed to its number."""
+    """Draw cells side by side, each with one band for every rank that contributed to its value."""
     width, height = 0.92, 0.8
     bands, colors = [], []
     for index, number in enumerate(numbers):
@@ -166,13 +166,13 @@ def _row(
                 va="center",
                 fontsize=9,
                 bbox=_PLATE if len(ranks_held) > 1 else None,
-                in_layout=False,  # inside its cell; measuring each would take most of the time
+                in_layout=False,  # it's inside its cell, and measuring each text would take most of the time
             )
     axes.add_collection(PolyCollection(bands, facecolor=colors, edgecolor="none"))
 
 
 def _arrows(axes: Axes, sent: Sequence[int], ranks: int) -> None:
-    """Arrows down from each rank to the next; the last one's leaves at the bottom and enters at the top."""
+    """Draw arrows down from each rank to the next; the last rank's wraps from the bottom to the top."""
     if not sent:
         return
     columns = [chunk + 0.75 for chunk in (*sent, sent[-1])]
@@ -183,10 +183,10 @@ def _arrows(axes: Axes, sent: Sequence[int], ranks: int) -> None:
 
 
 def hands(parts: Sequence[Sequence[int]]) -> None:
-    """The samples that a sampler gave to each rank; repeated samples are highlighted.
+    """Draw the samples that a sampler assigned to each rank, with repeated ones highlighted.
 
-    ``parts`` holds one list of sample numbers for each rank. A sample counts as dealt again if it
-    also appears further left, or higher in the same column.
+    ``parts`` has one list of sample indices per rank. A sample counts as repeated if it also appears
+    further left, or higher in the same column.
     """
     longest = max((len(part) for part in parts), default=0)
     fig, axes = figure(width=1.6 + 0.8 * longest, height=0.9 + 0.5 * len(parts))
@@ -206,12 +206,12 @@ def hands(parts: Sequence[Sequence[int]]) -> None:
     axes.set_xlabel("turn")
     axes.grid(visible=False)
     title(axes, "Who gets which sample", "counted")
-    summary = "; ".join(f"rank {rank} is dealt {list(part)}" for rank, part in enumerate(parts))
-    show(fig, f"Cells with sample numbers, a row for each rank: {summary}.")
+    summary = "; ".join(f"rank {rank} gets {list(part)}" for rank, part in enumerate(parts))
+    show(fig, f"Cells with sample indices, a row for each rank: {summary}.")
 
 
 def bytes_sent(runs: dict[str, Sequence[int]]) -> None:
-    """Bytes that a rank has passed to all-reduce after each micro-batch, one line per run."""
+    """Plot the bytes that a rank has passed to all-reduce after each micro-batch, one line per run."""
     fig, axes = figure(height=2.8)
     markers = "osD^"
     for index, (name, counts) in enumerate(runs.items()):
@@ -234,13 +234,13 @@ def bytes_sent(runs: dict[str, Sequence[int]]) -> None:
         f"{name} {', '.join(format_bytes(count) for count in counts)}"
         for name, counts in runs.items()
     )
-    show(fig, f"Lines of bytes passed to all-reduce after each micro-batch: {summary}.")
+    show(fig, f"Line chart of the bytes passed to all-reduce after each micro-batch: {summary}.")
 
 
 def interrupted(
     whole: Sequence[tuple[int, float]], resumed: Sequence[tuple[int, float]], stopped_after: int
 ) -> None:
-    """Accuracy after each epoch, of an uninterrupted run and of one that was stopped and resumed.
+    """Plot accuracy after each epoch for an uninterrupted run and one that was stopped and resumed.
 
     Each run is a list of (number of ranks, accuracy between 0 and 1), one per epoch.
     """
@@ -257,26 +257,28 @@ def interrupted(
     title(axes, "One host lost, training resumed: the same curve", "measured after each epoch")
     show(
         fig,
-        f"Accuracy by epoch. The uninterrupted run ends at {percent[0][-1]:.1f} %. The other one loses "
+        f"Accuracy by epoch. The uninterrupted run ends at {percent[0][-1]:.1f} %. The other run loses "
         f"a host after {stopped_after} epochs, at {percent[1][stopped_after - 1]:.1f} %, is resumed, "
         f"and ends at {percent[1][-1]:.1f} %.",
     )
 
 
 def latency_and_bandwidth(measured: Mapping[int, float], expected: Mapping[int, float]) -> None:
-    """Seconds of an all-reduce by its bytes: measured points, and the fitted latency and bandwidth."""
+    """Plot an all-reduce's time by size: measured points, and the fit of latency and bandwidth."""
     fig, axes = figure(width=7.5, height=3.4)
     sizes = list(measured)
     axes.plot(
         sizes, list(expected.values()), color=COLORS["orange"], label="latency + bytes / bandwidth"
     )
     axes.plot(sizes, list(measured.values()), "o", color=COLORS["blue"], label="measured")
-    axes.set(xscale="log", yscale="log", xlabel="bytes of each rank", ylabel="seconds")
+    axes.set(xscale="log", yscale="log", xlabel="bytes per rank", ylabel="time (s)")
     axes.set_xticks(sizes[::2], [format_bytes(size) for size in sizes[::2]])
     axes.minorticks_off()
     axes.legend(loc="upper left", fontsize=9)
-    title(axes, "First the latency, then the bytes", "all-reduce of two processes, measured here")
+    title(
+        axes, "First the latency, then the bytes", "all-reduce between two processes, measured here"
+    )
     summary = ", ".join(
         f"{format_bytes(size)} {format_seconds(measured[size])}" for size in sizes[::2]
     )
-    show(fig, f"Points of an all-reduce's time over its bytes, flat and then rising: {summary}.")
+    show(fig, f"An all-reduce's time by number of bytes, flat at first and then rising: {summary}.")

@@ -1,4 +1,4 @@
-"""Figures of DataParallel: shares of a batch, the parts of a call, bytes per GPU, and times compared with DDP's."""
+"""Figures for DataParallel: shares of a batch, the parts of a call, bytes per GPU, times against DDP's."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -24,9 +24,9 @@ from vgpu.units import format_bytes
 
 
 def shares(runs: dict[int, list[tuple[torch.device, int]]]) -> None:
-    """One panel per run: the samples that each GPU received.
+    """Plot the samples that each GPU received, one panel per run.
 
-    ``runs`` maps a number of GPUs to ``(device, samples)`` pairs, as noted by a hook. GPUs that
+    ``runs`` maps a number of GPUs to ``(device, samples)`` pairs recorded by a hook. GPUs that
     received nothing are marked with 0.
     """
     fig, panels = figure(1, len(runs), width=8.5, height=2.9, sharey=True, squeeze=False)
@@ -47,9 +47,9 @@ def shares(runs: dict[int, list[tuple[torch.device, int]]]) -> None:
 
 
 def where_layers_run(ways: Mapping[str, Collection[tuple[str, str, int]]]) -> None:
-    """A panel per strategy, a row per layer, a column per GPU: how many samples the layer sees there.
+    """Draw how many samples each layer sees: a panel per strategy, a row per layer, a column per GPU.
 
-    ``ways`` maps a name to (GPU, layer, samples), as noted by hooks.
+    ``ways`` maps a strategy's name to the (GPU, layer, samples) tuples recorded by hooks.
     """
     fig, panels = figure(1, len(ways), width=8.5, height=2.1, sharey=True, squeeze=False)
     texts = []
@@ -71,7 +71,7 @@ def where_layers_run(ways: Mapping[str, Collection[tuple[str, str, int]]]) -> No
 
 
 def share_bars(sizes: Sequence[int]) -> None:
-    """One bar per GPU: its share of a batch; idle GPUs are marked."""
+    """Plot each GPU's share of a batch as a bar; idle GPUs are marked."""
     fig, axes = figure(width=7.5, height=2.6)
     bars = axes.bar(range(len(sizes)), sizes, color=COLORS["blue"], width=0.7)
     axes.bar_label(bars, [str(size) if size else "idle" for size in sizes], padding=2)
@@ -85,9 +85,9 @@ def share_bars(sizes: Sequence[int]) -> None:
 
 
 def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> None:
-    """For each number of GPUs, one stacked bar per batch: what each replica received, GPU 0 at the bottom.
+    """Plot what each replica received: a panel per number of GPUs, with one stacked bar per batch.
 
-    ``records[gpu_count][batch]`` lists ``(device, samples)`` of the replicas that ran.
+    ``records[gpu_count][batch]`` lists ``(device, samples)`` for each replica that ran.
     """
     fig, panels = figure(1, len(records), width=8.5, height=3.1, sharey=True, squeeze=False)
     texts = []
@@ -120,10 +120,10 @@ def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> N
         "The batch is whole outside and split inside",
         "counted in forward, GPU 0 at the bottom",
     )
-    show(fig, f"Stacked bars of samples, one per batch, split by GPU. {' '.join(texts)}")
+    show(fig, f"Stacked bars, one per batch: its samples by GPU. {' '.join(texts)}")
 
 
-# The causes in a Snapshot of an iteration.
+# The causes that a Snapshot of an iteration can have.
 _CAUSES = ("parameters", "inputs", "replicas", "outputs", "gradients", "optimizer state", OTHER)
 
 
@@ -139,10 +139,10 @@ def four_parts(
     *,
     backward: bool = False,
 ) -> None:
-    """One call of DataParallel as boxes with sizes: a row per GPU, time to the right.
+    """Draw a call to DataParallel as boxes with sizes: a row per GPU, with time going to the right.
 
-    ``chunks`` and ``outputs`` have one tensor per GPU, in order; ``weights`` is the number of parameters of
-    each replica, and ``output`` what was gathered on the first GPU. ``backward`` adds the gradients.
+    ``chunks`` and ``outputs`` have one tensor per GPU, in order; ``weights`` has each replica's number of
+    parameters, and ``output`` is what was gathered on the first GPU. ``backward`` adds the gradients.
     """
     gpus = [chunk.device for chunk in chunks]
     columns = _COLUMNS if backward else _COLUMNS[:-1]
@@ -168,15 +168,15 @@ def four_parts(
         axes.text(column, -0.65, name, ha="center", va="center", color="#444444", fontsize=9)
     axes.axis("off")
     back = ", and back again" if backward else ""
-    headline(fig, f"Split, copied, computed, joined{back}", "sizes of a real call")
+    headline(fig, f"Split, copied, computed, joined{back}", "sizes from a real call")
     cut = ", ".join(f"{_by(chunk)} on {gpu}" for chunk, gpu in zip(chunks, gpus, strict=True))
     show(
         fig,
         f"Boxes and arrows, a row for each GPU. The batch on {gpus[0]} is scattered: {cut}. The "
         f"model's {weights[0]:,} parameters are copied from {gpus[0]} to the others. Each replica's "
-        f"output goes back to {gpus[0]}, {_by(output)} in all."
+        f"output goes back to {gpus[0]}: {_by(output)} in total."
         + (
-            f" In backward each GPU computes its own gradients, and they are added up on {gpus[0]}."
+            f" In backward, each GPU computes its own gradients, which are summed on {gpus[0]}."
             if backward
             else ""
         ),
@@ -214,7 +214,7 @@ def _box(axes: Axes, column: int, row: int, text: str, color: str) -> None:
 def _arrow(
     axes: Axes, start: tuple[float, float], end: tuple[float, float], *, down: bool = False
 ) -> None:
-    """An arrow between two boxes: from a right edge to a left edge, or along a column."""
+    """Draw an arrow between two boxes: from a right edge to a left edge, or along a column."""
     if down:
         step = 0.3 if end[1] > start[1] else -0.3
         ends = (start[0], start[1] + step), (end[0], end[1] - step)
@@ -226,7 +226,7 @@ def _arrow(
 
 
 def iteration(steps: Sequence[Snapshot]) -> None:
-    """A panel per GPU: one stacked bar after each step, MiB by cause; peaks are marked."""
+    """Plot MiB by cause: a panel per GPU, a stacked bar for the state after each step, peaks marked."""
     gpus = list(steps[-1].by_cause)
     fig, panels = figure(len(gpus), 1, width=8, height=2.2 * len(gpus), sharex=True, sharey=True)
     for gpu, axes in zip(gpus, panels, strict=True):
@@ -259,7 +259,7 @@ def iteration(steps: Sequence[Snapshot]) -> None:
     summary = "; ".join(
         f"{gpu} holds "
         + ", ".join(f"{format_bytes(step.total_bytes(gpu))} after {step.step}" for step in steps)
-        + f", at its peak {format_bytes(max(step.peak_bytes[gpu] for step in steps))}"
+        + f", and {format_bytes(max(step.peak_bytes[gpu] for step in steps))} at its peak"
         for gpu in gpus
     )
     show(
@@ -269,10 +269,10 @@ def iteration(steps: Sequence[Snapshot]) -> None:
 
 
 def one_step(step: Snapshot, most_bytes: int) -> None:
-    """One moment: a bar for each GPU, MiB by cause; ``most_bytes`` fixes the axis."""
+    """Plot MiB by cause at one moment, a bar per GPU; ``most_bytes`` is where the axis ends."""
     fig, axes = figure(width=7.5, height=0.8 + 0.55 * len(step.by_cause))
     gpus = list(step.by_cause)[::-1]
-    # Every cause, present or not, so that the legend is the same for every step.
+    # Include every cause, present or not, to keep the legend the same for every step.
     sizes = {cause: [step.by_cause[gpu].get(cause, 0) / MIB for gpu in gpus] for cause in _CAUSES}
     stacked_bars(axes, range(len(gpus)), sizes, CAUSE_COLORS, across=True)
     axes.set_yticks(range(len(gpus)), [str(gpu) for gpu in gpus])
@@ -287,13 +287,13 @@ def one_step(step: Snapshot, most_bytes: int) -> None:
         )
         for gpu, causes in step.by_cause.items()
     )
-    show(fig, f"A bar of bytes by cause for each GPU, after step {step.step}: {summary}.")
+    show(fig, f"Stacked bars of bytes by cause, one per GPU, after step {step.step}: {summary}.")
 
 
 def peaks_before_and_after(
     gpus: Sequence[torch.device], outside: Sequence[int], inside: Sequence[int]
 ) -> None:
-    """Peak bytes of each GPU with the loss outside the model, and inside its forward."""
+    """Plot each GPU's peak bytes with the loss outside the model and with the loss in its forward."""
     fig, axes = figure(width=7, height=3)
     for index, gpu in enumerate(gpus):
         color = COLORS["vermilion"] if index == 0 else COLORS["blue"]
@@ -311,7 +311,7 @@ def peaks_before_and_after(
     axes.legend()
     headline(fig, "Returning the loss from forward evens out the memory", "counted")
     each = "; ".join(
-        f"{gpu} {format_bytes(before)} with the loss outside, {format_bytes(after)} in forward"
+        f"{gpu} {format_bytes(before)} with the loss outside, {format_bytes(after)} with it in forward"
         for gpu, before, after in zip(gpus, outside, inside, strict=True)
     )
     show(fig, f"Bar chart of one step's peak bytes per GPU: {each}.")
@@ -326,7 +326,7 @@ def _two_lines(step: str) -> str:
 def data_parallel_against_ddp(
     times_s: Mapping[int, tuple[float, float]], gpu: str, batch_size: int
 ) -> None:
-    """One iteration by number of GPUs; ``times_s[count]`` is (DataParallel's seconds, DDP's)."""
+    """Plot iteration time and speedup by number of GPUs; ``times_s`` has (DataParallel's, DDP's) seconds."""
     counts = sorted(times_s)
     fig, (left, right) = figure(1, 2, width=9, height=3.2)
     for way, (name, marker, color) in enumerate(
@@ -348,4 +348,4 @@ def data_parallel_against_ddp(
         f"{count} GPU{'s' if count > 1 else ''}: {1e3 * times_s[count][0]:.0f} and {1e3 * times_s[count][1]:.0f} ms"
         for count in counts
     )
-    show(fig, f"Iteration time and speedup of DataParallel and DDP. {summary}.")
+    show(fig, f"Iteration time and speedup of DataParallel and DDP, by number of GPUs. {summary}.")

@@ -1,4 +1,4 @@
-"""Figures of devices: tensors in the memories of a machine, and physical GPUs behind ordinals."""
+"""Figures for devices: tensors in a machine's memories, and the physical GPUs behind ordinals."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,9 +18,9 @@ def memories(
     copies: Sequence[tuple[str, str]] = (),
     heading: str = "A copy is another tensor",
 ) -> None:
-    """The machine's memories as boxes, each with its tensors, and copies as arrows.
+    """Draw the machine's memories as boxes with their tensors, and copies as arrows.
 
-    ``copies`` are pairs of names, from and to. Two names for one tensor share a box.
+    ``copies`` are (source, target) pairs of names. Two names for the same tensor share a box.
     """
     devices = [torch.device("cpu"), *gpus]
     places = _in_memories(tensors, devices)
@@ -44,13 +44,13 @@ def memories(
     title(axes, heading, "devices as PyTorch names them")
     sentences = [f"{' and '.join(names)} in {_memory(x)}" for (x, _), names in places.items()]
     arrows = "".join(f"; an arrow from {a} to {b}" for a, b in copies)
-    show(fig, f"The memories of the machine as boxes: {'; '.join(sentences)}{arrows}.")
+    show(fig, f"The machine's memories as boxes: {'; '.join(sentences)}{arrows}.")
 
 
 def relabeled(seen: Mapping[str, Sequence[int]], cards: int) -> None:
-    """The physical GPUs for each value of CUDA_VISIBLE_DEVICES, with the ordinal of each.
+    """Draw the physical GPUs for each value of CUDA_VISIBLE_DEVICES, with their ordinals.
 
-    ``seen`` maps a value to the physical GPUs of ``cuda:0``, ``cuda:1`` and so on.
+    ``seen`` maps a value to the physical GPUs behind ``cuda:0``, ``cuda:1`` and so on.
     """
     fig, panels = figure(1, len(seen), width=2.5 * len(seen), height=2.5, squeeze=False)
     for axes, (value, chosen) in zip(panels.flat, seen.items(), strict=True):
@@ -64,20 +64,23 @@ def relabeled(seen: Mapping[str, Sequence[int]], cards: int) -> None:
             _label(axes, ordinal, 0, f"cuda:\n{ordinal}", COLORS["vermilion"], filled=False)
             arrow(axes, (ordinal, 0.3), (card, 0.9))
         if not chosen:
-            axes.text((cards - 1) / 2, 0, "no GPU is seen", ha="center", va="center")
-    headline(fig, "The ordinal is the position in the list", "read by PyTorch")
+            axes.text((cards - 1) / 2, 0, "no GPU is visible", ha="center", va="center")
+    headline(fig, "The ordinal is the position in the list", "as PyTorch reads it")
     lists = (
         f'"{value}": '
         + (", ".join(f"cuda:{n} is card {c}" for n, c in enumerate(chosen)) or "none")
         for value, chosen in seen.items()
     )
-    show(fig, f"Cards above, ordinals below, joined by arrows. {'; '.join(lists)}.")
+    show(
+        fig,
+        f"Cards above, ordinals below, and arrows from each ordinal to its card. {'; '.join(lists)}.",
+    )
 
 
 def _in_memories(
     tensors: Mapping[str, torch.Tensor], devices: Sequence[torch.device]
 ) -> dict[tuple[float, float], list[str]]:
-    """Center of a box → the names of the tensor in it."""
+    """Map the center of each box to the names of the tensor in it."""
     places: dict[tuple[float, float], list[str]] = {}
     known: dict[int, tuple[float, float]] = {}
     filled = [0] * len(devices)
@@ -91,7 +94,7 @@ def _in_memories(
 
 
 def _copy(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    """An arrow from one box to another; it passes below any memory in between."""
+    """Draw an arrow from one box to another, below any memory in between."""
     (x, y), (goal, level) = start, end
     side = 0.95 if goal > x else -0.95
     text: Any = {"ha": "center", "color": "#B04000"}

@@ -1,4 +1,4 @@
-"""Bytes by cause: over a step's operations, at its peak, on each of several GPUs, against k and segments."""
+"""Figures for memory: bytes by cause over a step, at its peak, per GPU, and peaks by k or segments."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -20,7 +20,7 @@ from vgpu.profiling.memory import ACTIVATIONS, OTHER, TEMPORARY, StepRecord
 
 MIB, _GIB = 2**20, 2**30
 _UNITS = {"GB": 1e9, "GiB": _GIB, "MiB": MIB}
-# A cause has one color in all figures, and bars stack in this order.
+# A cause has the same color in all figures, and bars stack in this order.
 CAUSE_COLORS = {
     "parameters": COLORS["blue"],
     "optimizer state": COLORS["purple"],
@@ -36,13 +36,13 @@ CAUSE_COLORS = {
     TEMPORARY: COLORS["gray"],
     OTHER: COLORS["gray"],
 }
-# The causes in a StepRecord.
+# The causes that a StepRecord has.
 _STEP_CAUSES = ("parameters", "optimizer state", "inputs", "gradients", ACTIVATIONS, TEMPORARY)
 _OF_MODULE = [COLORS[name] for name in ("sky", "blue", "green", "yellow", "orange", "purple")]
 
 
 def step_by_cause(record: StepRecord) -> None:
-    """A stacked area over the operations of one step: MiB by cause, with phases and peak."""
+    """Plot MiB by cause over the operations of one step as a stacked area, with phases and peak."""
     fig, axes = figure(width=8, height=3.6)
     _step_areas(axes, record)
     peak = record.peak
@@ -57,13 +57,13 @@ def step_by_cause(record: StepRecord) -> None:
     held = ", ".join(f"{cause} {size / MIB:.1f}" for cause, size in peak.by_cause.items() if size)
     show(
         fig,
-        f"Area of MiB by cause over the {len(record.moments)} operations of a step, from {first:.1f} "
-        f"to {last:.1f} MiB. Peak {top:.1f} MiB in {peak.phase}, at {peak.operation}: {held} MiB.",
+        f"Area chart of MiB by cause over a step's {len(record.moments)} operations, from {first:.1f} "
+        f"to {last:.1f} MiB. Peak: {top:.1f} MiB in {peak.phase}, at {peak.operation}: {held} MiB.",
     )
 
 
 def step_by_module(record: StepRecord) -> None:
-    """A stacked area over the operations of one step: activations, MiB by module."""
+    """Plot activations in MiB by module over the operations of one step, as a stacked area."""
     fig, axes = figure(width=8, height=3)
     names = sorted({name for m in record.moments for name in m.activations_by_module})
     sizes = {
@@ -84,13 +84,13 @@ def step_by_module(record: StepRecord) -> None:
     ]
     show(
         fig,
-        "Area of the activations over the operations of a step, by module. What's created last is "
-        f"freed first. At most, in MiB: module {', '.join(lives)}.",
+        "Area chart of activations by module over the operations of a step. The last ones created "
+        f"are the first freed. Maximum by module, in MiB: {', '.join(lives)}.",
     )
 
 
 def peaks_by_cause(records: Mapping[str, StepRecord]) -> None:
-    """A bar for each record: what its peak consists of, MiB by cause."""
+    """Plot what each record's peak consists of, as a stacked bar of MiB by cause."""
     fig, axes = figure(width=8, height=0.9 + 0.5 * len(records))
     peaks = [record.peak for record in records.values()][::-1]
     sizes = {cause: [peak.by_cause[cause] / MIB for peak in peaks] for cause in _STEP_CAUSES}
@@ -105,11 +105,11 @@ def peaks_by_cause(records: Mapping[str, StepRecord]) -> None:
         f"{name} {peak.total_bytes / MIB:.1f} MiB in {peak.phase}"
         for name, peak in zip(list(records)[::-1], peaks, strict=True)
     ]
-    show(fig, f"Bars of what makes up each step's peak: {'; '.join(summary[::-1])}.")
+    show(fig, f"Stacked bars of what makes up each step's peak: {'; '.join(summary[::-1])}.")
 
 
 def against_k(peaks: Mapping[int, int], times_s: Mapping[int, float], gpu: str) -> None:
-    """Two panels by the number k of small batches: peak bytes, and time relative to the shortest."""
+    """Plot a step's peak bytes, and its time relative to the shortest, by the number k of micro-batches."""
     fig, (left, right) = figure(1, 2, width=8, height=3)
     left.plot(list(peaks), [size / MIB for size in peaks.values()], "o-", color=COLORS["blue"])
     left.set(ylabel="peak of one step, MiB", ylim=(0, None))
@@ -121,11 +121,11 @@ def against_k(peaks: Mapping[int, int], times_s: Mapping[int, float], gpu: str) 
     title(right, "Eventually, more time", f"virtual time, {gpu}")
     for axes in (left, right):
         log2_ticks(axes, list(peaks))
-        axes.set_xlabel("k, small batches for one step")
+        axes.set_xlabel("k, micro-batches per step")
     summary = ", ".join(
-        f"k = {k} {peaks[k] / MIB:.0f} MiB and {times_s[k] / shortest_s:.2f} times" for k in peaks
+        f"k = {k}: {peaks[k] / MIB:.0f} MiB and {times_s[k] / shortest_s:.2f} times" for k in peaks
     )
-    show(fig, f"Two curves against k, peak memory, and time relative to the shortest: {summary}.")
+    show(fig, f"Two line charts by k: peak memory, and time relative to the shortest. {summary}.")
 
 
 def against_segments(
@@ -133,10 +133,11 @@ def against_segments(
     predicted: Mapping[str, Mapping[int, float]] | None = None,
     message: str = "The minimum is at the square root of the depth",
 ) -> None:
-    """Peaks against segments of several networks: {name: {segments: layer outputs at once}}.
+    """Plot the peaks of multiple networks by number of segments.
 
-    ``predicted`` has the same by a formula, drawn dashed. Without it, the axis of the peaks is
-    logarithmic, since networks whose layers save more are far above the others.
+    ``counted`` maps a network to {segments: peak in layer outputs}; ``predicted`` has a formula's
+    values, drawn dashed. Without them, the peak axis is logarithmic, because networks whose layers
+    save more are far above the others.
     """
     fig, axes = figure(width=8, height=3.8)
     colors = [COLORS[name] for name in ("orange", "green", "blue")]
@@ -164,9 +165,9 @@ def against_segments(
     title(axes, message, f"dots: bytes counted{formula}; rings: fewest bytes")
     show(
         fig,
-        "Curves of the peak, in layer outputs, against the number of segments. Lowest: "
+        "Line chart of the peak, in layer outputs, by number of segments. Minimum: "
         + ", ".join(
-            f"{name} at {min(curve, key=lambda s: curve[s])} segments with {min(curve.values()):.0f}"
+            f"{name} {min(curve.values()):.0f} at {min(curve, key=lambda s: curve[s])} segments"
             for name, curve in counted.items()
         )
         + ".",
@@ -174,7 +175,7 @@ def against_segments(
 
 
 def steps_by_cause(records: Mapping[str, StepRecord], columns: int = 1) -> None:
-    """A panel for each record, on one scale: MiB by cause over the operations of its step."""
+    """Plot MiB by cause over each record's step, a panel per record, all on one scale."""
     rows = -(-len(records) // columns)
     fig, grid = figure(rows, columns, width=8, height=0.4 + 2.1 * rows, sharey=True, squeeze=False)
     panels = list(grid.flat)
@@ -199,13 +200,13 @@ def steps_by_cause(records: Mapping[str, StepRecord], columns: int = 1) -> None:
     ]
     show(
         fig,
-        "Panels of MiB by cause over the operations of a step, on one scale. Peaks: "
+        "Area charts of MiB by cause over the operations of a step, on one scale. Peaks: "
         f"{', '.join(summary)}.",
     )
 
 
 def fitting(peaks: Mapping[str, int], capacity_bytes: int) -> None:
-    """A bar for each way to run a step, and the limit that it must stay below."""
+    """Plot a bar for each way to run a step, and the capacity that it must not exceed."""
     fig, axes = figure(width=8, height=2.6)
     names, sizes = list(peaks)[::-1], [size / MIB for size in peaks.values()][::-1]
     limit = capacity_bytes / MIB
@@ -219,11 +220,11 @@ def fitting(peaks: Mapping[str, int], capacity_bytes: int) -> None:
     axes.grid(axis="y", visible=False)
     title(axes, "Three ways to fit", "bytes counted; dashed: the GPU's capacity")
     summary = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in peaks.items())
-    show(fig, f"Bars of a step's peak, against a capacity of {limit:.0f} MiB: {summary}.")
+    show(fig, f"Bar chart of a step's peak, with the capacity of {limit:.0f} MiB: {summary}.")
 
 
 def _step_areas(axes: Any, record: StepRecord) -> None:
-    """MiB by cause over the operations of a step, and its phases."""
+    """Draw MiB by cause over the operations of a step, and its phases."""
     sizes = {cause: [m.by_cause[cause] / MIB for m in record.moments] for cause in _STEP_CAUSES}
     _areas(axes, sizes, [CAUSE_COLORS[cause] for cause in _STEP_CAUSES])
     _phases(axes, record)
@@ -239,7 +240,7 @@ def _areas(axes: Any, sizes: Mapping[str, Sequence[float]], colors: Sequence[str
 
 
 def _phases(axes: Any, record: StepRecord) -> None:
-    """A thin line where each phase starts, with its name above."""
+    """Draw a thin line where each phase starts, and the phase's name at the top."""
     phases = [moment.phase for moment in record.moments]
     starts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(phases)) if a != b), len(phases)]
     for start, end in pairwise(starts):
@@ -258,7 +259,7 @@ def _phases(axes: Any, record: StepRecord) -> None:
 
 
 def _apart(ticks: Sequence[int]) -> list[str]:
-    """The tick labels of a logarithmic axis, without those that would touch the previous one."""
+    """Return a logarithmic axis's tick labels, minus those that would touch the previous one."""
     texts, last = [], 0
     for tick in ticks:
         texts.append(str(tick) if tick >= 1.15 * last else "")
@@ -273,7 +274,10 @@ def held_by_cause(
     how: str = "bytes counted, shapes only",
     unit: str = "GB",
 ) -> None:
-    """A bar for each way: the bytes of one GPU by cause, in GB, GiB or MiB; dashed: its capacity."""
+    """Plot the bytes on one GPU by cause: a stacked bar for each entry, and the capacity as a dashed line.
+
+    ``unit`` is GB, GiB or MiB.
+    """
     fig, axes = figure(width=8, height=1.1 + 0.45 * len(held))
     names = list(held)[::-1]
     sizes = {
@@ -288,7 +292,7 @@ def held_by_cause(
         capacity = capacity_bytes / _UNITS[unit]
         axes.axvline(capacity, color="black", linestyle="--", linewidth=1)
         widest = max(widest, capacity)
-        room = f" A GPU has {capacity:.0f} {unit}."
+        room = f" The capacity is {capacity:.0f} {unit}."
     for place, total in enumerate(ends):
         axes.annotate(
             f"{total:.1f} {unit}",
@@ -307,13 +311,13 @@ def held_by_cause(
     summary = "; ".join(
         f"{name} {total:.1f} {unit}" for name, total in zip(names, ends, strict=True)
     )
-    show(fig, f"Bars of the bytes on each GPU, by cause. {summary}.{room}")
+    show(fig, f"Stacked bars of the bytes on each GPU, by cause. {summary}.{room}")
 
 
 def who_holds(cut: Mapping[str, Sequence[str]], gpus: int) -> None:
-    """A panel for each way, with a column for each GPU: which part of each cause it holds.
+    """Draw which part of each cause every GPU holds: a panel per strategy, a column per GPU.
 
-    ``cut`` has the causes that are sharded in each way; the others are whole on every GPU.
+    ``cut`` has the causes that each strategy shards; the others are replicated on every GPU.
     """
     causes = ["parameters", "gradients", "optimizer state"]
     fig, grid = figure(1, len(cut), width=8.5, height=2.5, sharey=True)
@@ -335,12 +339,12 @@ def who_holds(cut: Mapping[str, Sequence[str]], gpus: int) -> None:
         for name, parts in cut.items()
     )
     show(
-        fig, f"Which part of what each of {gpus} GPUs holds. {summary}; the rest is whole on each."
+        fig, f"Grids of what each of {gpus} GPUs holds. {summary}; the rest is replicated on each."
     )
 
 
 def memory_over_step(sizes: Mapping[str, Sequence[int]]) -> None:
-    """A curve for each way: the bytes of one GPU after each allocation and free of a step."""
+    """Plot the bytes on one GPU after each allocation and free in a step, one curve per run."""
     fig, axes = figure(width=8.5, height=3.6)
     colors = [COLORS[name] for name in ("black", "vermilion", "blue", "green", "purple")]
     for (name, curve), color in zip(sizes.items(), colors, strict=False):
@@ -353,8 +357,8 @@ def memory_over_step(sizes: Mapping[str, Sequence[int]]) -> None:
     legend_beside(axes)
     title(
         axes,
-        "Wrap each part: only one or two are whole at a time",
+        "Wrap each part: only one or two are gathered at a time",
         "bytes counted at each allocation",
     )
     summary = ", ".join(f"{name} {max(curve) / _GIB:.1f}" for name, curve in sizes.items())
-    show(fig, f"Curves of the bytes on one GPU over a training step. Peaks in GiB: {summary}.")
+    show(fig, f"Line chart of the bytes on one GPU over a training step. Peaks in GiB: {summary}.")

@@ -1,4 +1,4 @@
-"""Figures of meshes: groups of GPUs, shards of matrices, work in a ring, and the load of experts."""
+"""Figures for meshes: groups of GPUs, shards of matrices, work in a ring, and load on experts."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -15,15 +15,15 @@ Groups = Sequence[Sequence[int]]
 _OTHERS = "#EEEEEE"
 
 
-_MOST_LABELS = 32  # drawing a number in each of more cells takes most of the time
+_MOST_LABELS = 32  # with more, drawing the cells' numbers would take most of the time
 
 
 def mesh(groups: Mapping[str, Groups], gpus_per_host: int, how: str = "counted") -> None:
-    """Each dimension's groups, drawn on hosts (rows) and their GPUs (cells with their ranks).
+    """Draw each dimension's groups on a grid with a row per host and a cell per GPU, showing its rank.
 
-    ``groups`` has lists of ranks for each dimension. With up to eight groups, each has a color; with
-    more, only the first one, rank 0's. With more than 32 GPUs, only that group's cells are
-    numbered.
+    ``groups`` has lists of ranks for each dimension. With up to eight groups, each has its own color;
+    with more, only the first group, rank 0's, is colored. With more than 32 GPUs, only that group's
+    cells are numbered.
     """
     hosts = 1 + max(max(group) for group in next(iter(groups.values()))) // gpus_per_host
     columns = min(len(groups), 4)
@@ -74,10 +74,10 @@ def _draw_groups(axes: Axes, groups: Groups, gpus_per_host: int) -> None:
 
 
 def ring_work(work: Mapping[str, Sequence[Sequence[float]]], unit: str) -> None:
-    """What each rank computes in each step of a ring, one panel for each way to split a sequence.
+    """Draw how much each rank computes in each step of a ring, a panel for each way to split a sequence.
 
-    ``work`` has ``[rank][step]`` in ``unit`` for each way. Below each step is the maximum over the ranks:
-    the others wait for that rank.
+    For each way, ``work`` has ``[rank][step]`` in ``unit``. Below each step is the maximum over the ranks,
+    because all other ranks wait for the slowest one.
     """
     fig, panels = figure(1, len(work), width=1.2 + 3.2 * len(work), height=3.1, squeeze=False)
     most = max(max(row) for rows in work.values() for row in rows)
@@ -104,7 +104,7 @@ def ring_work(work: Mapping[str, Sequence[Sequence[float]]], unit: str) -> None:
 
 
 def expert_load(tokens: Sequence[int], experts_per_rank: int, capacity: int | None = None) -> None:
-    """Tokens sent to each expert, colored by the expert's rank, and its capacity."""
+    """Plot the tokens sent to each expert, colored by the expert's rank, with the experts' capacity."""
     fig, axes = figure(width=7.0, height=2.9)
     ranks = len(tokens) // experts_per_rank
     colors = [RANK_COLORS[number // experts_per_rank] for number in range(len(tokens))]
@@ -125,8 +125,8 @@ def expert_load(tokens: Sequence[int], experts_per_rank: int, capacity: int | No
     axes.set_ylim(0, max(*tokens, capacity or 0) * 1.18)
     title(axes, "The fullest rank sets the pace", f"counted on {ranks} real ranks")
     summary = ", ".join(f"expert {number} {count}" for number, count in enumerate(tokens))
-    limit = "" if capacity is None else f", the capacity {capacity}"
-    show(fig, f"Bars of tokens by expert: {summary}; the mean is {mean:.0f}{limit}.")
+    limit = "" if capacity is None else f", and the capacity is {capacity}"
+    show(fig, f"Bar chart of tokens per expert: {summary}; the mean is {mean:.0f}{limit}.")
 
 
 WHOLE, ROWS, COLUMNS, PARTIAL = "whole", "rows", "columns", "partial"
@@ -136,15 +136,15 @@ _SAID = {
     WHOLE: "all of it",
     ROWS: "its rows",
     COLUMNS: "its columns",
-    PARTIAL: "one part of a sum",
+    PARTIAL: "a partial sum",
 }
 
 
 class Held(NamedTuple):
-    """A matrix in a picture: what's in front of it, its name, its shape, and which part a GPU has.
+    """A matrix in a figure: the text before it, its name, its shape, and which part each GPU holds.
 
-    part: "whole" (each GPU has all of it), "rows" or "columns" (each has its own), or "partial"
-    (each has a full-sized matrix, and their sum is the matrix).
+    part: "whole" (each GPU holds all of it), "rows" or "columns" (each holds its own), or "partial"
+    (each holds a matrix of the full size, and the sum over the GPUs is the matrix).
     """
 
     before: str
@@ -155,14 +155,16 @@ class Held(NamedTuple):
 
 
 def held(tensors: Sequence[tuple[str, str, int, int, str]], gpus: int, message: str) -> None:
-    """One row per GPU, one column per matrix: the whole matrix is outlined, the GPU's part colored.
+    """Draw matrices, a row per GPU: the full matrix is outlined, and the part that the GPU holds is colored.
 
-    tensors: see ``Held``. Raises ValueError for an unknown part.
+    For ``tensors``, see ``Held``. Raises ValueError for an unknown part.
     """
     drawn = [Held(*tensor) for tensor in tensors]
     for tensor in drawn:
         if tensor.part not in _SAID:
-            raise ValueError(f"{tensor.name} is held {tensor.part!r}; parts are {', '.join(_SAID)}")
+            raise ValueError(
+                f"unknown part of {tensor.name}: {tensor.part!r}; expected one of {', '.join(_SAID)}"
+            )
     scale = 2.0 / max(max(tensor.rows, tensor.columns) for tensor in drawn)
     height = scale * max(tensor.rows for tensor in drawn)
     places, width = [], 0.9
@@ -183,7 +185,7 @@ def held(tensors: Sequence[tuple[str, str, int, int, str]], gpus: int, message: 
     axes.set(xlim=(-0.05, width), ylim=(gpus * (height + 0.35) - height / 2, -height / 2 - 0.45))
     axes.set_aspect("equal")
     axes.axis("off")
-    title(axes, message, "colored: what a GPU holds; hatched: one part of a sum")
+    title(axes, message, "colored: what each GPU holds; hatched: a partial sum")
     summary = ", ".join(
         f"{tensor.name} ({tensor.rows} by {tensor.columns}) {_SAID[tensor.part]}"
         for tensor in drawn

@@ -1,4 +1,4 @@
-"""Figures of precision: the values of a format, errors of sums and casts, losses, and parts of times."""
+"""Figures for precision: the values of a format, errors of sums and casts, losses, parts of times."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ _ORDER = [COLORS[n] for n in ("black", "gray", "blue", "orange", "green", "vermi
 def formats(
     counts: Mapping[str, Mapping[int, int]], calculated: Mapping[str, int] | None = None
 ) -> None:
-    """Range on the x axis, precision on the y axis: how many values each format has per power of two.
+    """Plot how many values each format has per power of two: range on the x axis, precision on the y axis.
 
-    ``counts`` maps a format to {exponent e: how many of its values are between 2^e and 2^(e + 1)};
+    ``counts`` maps a format to {exponent e: number of its values from 2^e up to 2^(e + 1)};
     ``calculated`` maps formats with float32's exponents to their number of fraction bits.
     """
     fig, axes = figure(width=8, height=3.8)
@@ -36,19 +36,19 @@ def formats(
         heights = [found[e] for e in exponents]
         axes.stairs(heights, edges, color=color, linewidth=2, baseline=None)
         most = max(found.values())
-        # Names of equal or nearly equal height: one goes above its line, the other below.
+        # Where lines are at (nearly) the same height, one's name goes above it, the other's below.
         side = {"float16": "bottom", "float8 e4m3": "bottom", "float8 e5m2": "top"}.get(
             name, "center"
         )
         axes.text(edges[-1] + 2, most, name, color=color, va=side, fontsize=9)
         summary.append(f"{name}: {most:,} from 2^{exponents[0]} to 2^{edges[-1]}")
     axes.set_yscale("log", base=2)
-    axes.set(xlim=(-160, 165), xlabel="size of the value, as a power of 2")
+    axes.set(xlim=(-160, 165), xlabel="magnitude of the value, as a power of 2")
     axes.set_xticks(range(-160, 161, 32), [f"$2^{{{e}}}$" for e in range(-160, 161, 32)])
     axes.set_ylabel("values per power of 2")
     how = "every value counted" + (f"; {' and '.join(known)} calculated" if known else "")
     title(axes, "Exponent bits are width, fraction bits are height", how)
-    show(fig, f"Lines: how many values each format has per power of 2. {'; '.join(summary)}.")
+    show(fig, f"Step chart of how many values each format has per power of 2. {'; '.join(summary)}.")
 
 
 def _with_8_exponent_bits(fraction_bits: int) -> dict[int, int]:
@@ -57,7 +57,7 @@ def _with_8_exponent_bits(fraction_bits: int) -> dict[int, int]:
 
 
 def number_lines(numbers: Mapping[str, torch.Tensor], most: float) -> None:
-    """Every value of each format from 0 to ``most``, as a tick on a number line per format."""
+    """Draw a number line per format, with a tick at each of its values from 0 to ``most``."""
     fig, axes = figure(width=8, height=0.7 + 0.42 * len(numbers))
     names = list(numbers)[::-1]
     for row, name in enumerate(names):
@@ -71,16 +71,16 @@ def number_lines(numbers: Mapping[str, torch.Tensor], most: float) -> None:
     )
     title(axes, "Dense near zero, sparse further out", f"every value from 0 to {most:g}")
     held = ", ".join(f"{name} {int((v <= most).sum())}" for name, v in numbers.items())
-    show(fig, f"Marks on lines from 0 to {most:g}, denser toward 0. Values above 0: {held}.")
+    show(fig, f"Marks on number lines from 0 to {most:g}, denser toward 0. Values above 0: {held}.")
 
 
 def errors_by_ranks(
     errors: Mapping[str, Mapping[int, float]], measured: Mapping[str, tuple[int, float]]
 ) -> None:
-    """The relative error of a sum by the number of ranks, a line for each way to add.
+    """Plot the relative error of a reduction by number of ranks, a line for each algorithm and dtype.
 
-    ``errors`` maps a way to {ranks: error}; ``measured`` maps a name to the (ranks, error) of real
-    all-reduces, drawn as points.
+    ``errors`` maps a line's name to {ranks: error}; ``measured`` maps a name to the (ranks, error) of
+    a real all-reduce, drawn as a point.
     """
     fig, axes = figure(width=7.5, height=3.6)
     looks = zip(("vermilion", "blue", "orange", "sky"), ("o-", "s-", "o--", "s--"), strict=True)
@@ -94,16 +94,16 @@ def errors_by_ranks(
     log2_ticks(axes, sorted(next(iter(errors.values()))))
     axes.set(yscale="log", xlabel="ranks", ylabel="relative error of the sum")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    title(axes, "In a ring the error grows with the ranks", "real gradients, compared with float64")
+    title(axes, "In a ring, the error grows with the number of ranks", "real gradients, compared with float64")
     summary = "; ".join(
         f"{name}: {found[min(found)]:.1e} on {min(found)} ranks, {found[max(found)]:.1e} on {max(found)}"
         for name, found in errors.items()
     )
-    show(fig, f"Lines of the relative error over the number of ranks. {summary}.")
+    show(fig, f"Line chart of the relative error by number of ranks. {summary}.")
 
 
 def losses(curves: Mapping[str, Sequence[float]], message: str, how: str) -> None:
-    """The loss over the steps of several runs; later ones are drawn thinner, on top."""
+    """Plot multiple runs' losses over their steps; later runs are drawn on top, with thinner lines."""
     fig, axes = figure(width=7.5, height=3.2)
     looks: Any = zip(("gray", "blue", "vermilion", "green"), (5, 2.5, 1.8, 1.2), strict=True)
     for (name, curve), (color, width) in zip(curves.items(), looks, strict=False):
@@ -112,13 +112,13 @@ def losses(curves: Mapping[str, Sequence[float]], message: str, how: str) -> Non
     axes.legend(fontsize=9)
     title(axes, message, how)
     ends = "; ".join(f"{name} {c[0]:.2f} to {c[-1]:.2f}" for name, c in curves.items())
-    show(fig, f"Curves of the loss over {len(next(iter(curves.values())))} steps: {ends}.")
+    show(fig, f"Loss curves over {len(next(iter(curves.values())))} steps: {ends}.")
 
 
 def scaled_numbers(
     scaled: Mapping[str, torch.Tensor], dtype: torch.dtype, message: str, how: str
 ) -> None:
-    """A histogram for each tensor, in the range of ``dtype``, on a logarithmic axis, without zeros.
+    """Plot a histogram of each tensor's nonzero values in the range of ``dtype``, on a logarithmic axis.
 
     ``scaled`` maps a name, shown beside the histogram, to the values that are cast to ``dtype``.
     """
@@ -151,11 +151,11 @@ def scaled_numbers(
     axes.set_xticks(ticks[::2], [f"$2^{{{tick}}}$" for tick in ticks[::2]])
     legend_beside(rows[0][0])
     title(rows[0][0], message, how)
-    show(fig, f"Histograms of values by size in the range of {dtype}. {'; '.join(lost)}.")
+    show(fig, f"Histograms of values by magnitude in the range of {dtype}. {'; '.join(lost)}.")
 
 
 def errors_by_outlier(errors: Mapping[str, Mapping[int, float]], message: str, how: str) -> None:
-    """The error of the other values over an outlier's size, on logarithmic axes, a line for each way.
+    """Plot the other values' error by an outlier's size, on logarithmic axes, a line for each way to cast.
 
     ``errors`` maps a way to cast to {factor: relative error}.
     """
@@ -168,7 +168,7 @@ def errors_by_outlier(errors: Mapping[str, Mapping[int, float]], message: str, h
     for (name, found), (color, line) in zip(errors.items(), looks, strict=False):
         axes.plot(list(found), list(found.values()), line, color=COLORS[color], ms=5, label=name)
     axes.set(xscale="log", yscale="log", ylabel="relative error of the others")
-    axes.set_xlabel("one channel, times")
+    axes.set_xlabel("factor by which one channel is larger")
     factors = sorted(next(iter(errors.values())))
     axes.set_xticks(factors, [f"{factor:,}" for factor in factors], fontsize=8)
     axes.set_yticks([0.01, 0.03, 0.1, 0.3, 1], ["1%", "3%", "10%", "30%", "100%"])
@@ -179,13 +179,13 @@ def errors_by_outlier(errors: Mapping[str, Mapping[int, float]], message: str, h
         f"{name} " + ", ".join(f"{error:.1%} at {factor:,}" for factor, error in found.items())
         for name, found in errors.items()
     )
-    show(fig, f"Lines of the other values' error over the size of one channel: {summary}.")
+    show(fig, f"Line chart of the other values' error by the factor of one channel: {summary}.")
 
 
 def time_bars(
     times: Mapping[str, Mapping[str, float]], xlabel: str, message: str, how: str
 ) -> None:
-    """A stacked bar for each way, with its parts in order, and its total at the end.
+    """Plot a stacked bar for each way, with its parts in order, and its total at the end.
 
     ``times`` maps a way to {part: time, in the unit of ``xlabel``}; parts may be missing.
     """

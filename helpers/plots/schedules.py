@@ -1,4 +1,4 @@
-"""A pipeline schedule over time: one row per device, one numbered box per action."""
+"""Figures for pipeline schedules: one row per device, one numbered box per action, over time."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -26,7 +26,7 @@ _LOOKS = {
     INPUT_GRADIENT: ("backward: input", COLORS["orange"]),
     WEIGHT_GRADIENT: ("backward: weights", COLORS["green"]),
 }
-# Numbers are shown if their boxes have this much room, in inches per digit.
+# Numbers are shown if their boxes have at least this much room, in inches per digit.
 _DIGIT_INCHES = 0.085
 
 
@@ -40,11 +40,11 @@ def schedule(
     until: float | None = None,
     axes: Axes | None = None,
 ) -> None:
-    """Draw a schedule; the number in a box is its micro-batch, a paler box is a later chunk.
+    """Draw a schedule; the number in a box is its micro-batch, and a paler box is a later chunk.
 
-    The title says ``message``, by default the schedule's name and its bubble. Times are multiplied
-    by ``factor`` and called ``unit``. until: the end of the axis, in the unit of ``simulated``, so
-    that several schedules share one scale. Without ``axes``, a figure is created and shown.
+    The title is ``message``, by default the schedule's name and bubble. Times are multiplied by
+    ``factor`` and labeled ``unit``. ``until`` is the end of the axis, in the unit of ``simulated``;
+    set it to draw multiple schedules on one scale. Without ``axes``, a figure is created and shown.
     """
     plan = simulated.schedule
     fig = None
@@ -71,7 +71,7 @@ def schedule(
 
 
 def schedules(simulations: Mapping[str, SimulatedSchedule]) -> None:
-    """Several schedules below each other, on one time scale, with their names as titles."""
+    """Draw multiple schedules, one below the other, on one time scale, with their names as titles."""
     rows = [simulated.schedule.devices for simulated in simulations.values()]
     fig, axes = figure(
         len(simulations),
@@ -90,7 +90,7 @@ def schedules(simulations: Mapping[str, SimulatedSchedule]) -> None:
 
 
 def _alt(simulated: SimulatedSchedule, heading: str, unit: str, factor: float) -> str:
-    """How long the schedule takes, and when each device starts its first backward."""
+    """Say how long the schedule takes, and when each device starts its first backward."""
     first = [
         next(box.start for box in boxes if box.action.kind != FORWARD) for boxes in simulated.boxes
     ]
@@ -102,25 +102,28 @@ def _alt(simulated: SimulatedSchedule, heading: str, unit: str, factor: float) -
 
 
 def _color(kind: str, chunk: int) -> tuple[float, float, float]:
-    """The color of a kind, paler for each further chunk."""
+    """Return the color of a kind of action, paler for each later chunk."""
     red, green, blue = to_rgb(_LOOKS[kind][1])
     pale = 1 - 0.62**chunk
     return red + (1 - red) * pale, green + (1 - green) * pale, blue + (1 - blue) * pale
 
 
 def _ink(color: tuple[float, float, float]) -> str:
-    """Black or white, whichever is easier to read on ``color`` (WCAG 2: relative luminance)."""
+    """Return black or white, whichever is easier to read on ``color`` (WCAG 2, relative luminance)."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "black" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "white"
 
 
 def _numbers(axes: Axes, simulated: SimulatedSchedule, factor: float, end: float) -> None:
-    """The micro-batch in each box, if all of its kind have room, as one artist: text objects would take seconds."""
+    """Number each box with its micro-batch, if all boxes of its kind have room for it.
+
+    The numbers are a single artist, because separate text objects would take seconds.
+    """
     fig = axes.get_figure(root=True)
     assert fig is not None
     inches = fig.get_figwidth() * 0.75 / end
-    # A kind of box has all its numbers or none.
+    # Boxes of one kind are either all numbered or all unnumbered.
     cramped = {
         box.action.kind
         for boxes in simulated.boxes
@@ -145,14 +148,14 @@ def _numbers(axes: Axes, simulated: SimulatedSchedule, factor: float, end: float
         facecolors=inks,
         linewidths=0,
     )
-    numbers.set_in_layout(False)  # it's inside the boxes: no room has to be made for it
+    numbers.set_in_layout(False)  # the numbers are inside the boxes, so they need no extra room
     if written:
         axes.add_collection(numbers, autolim=False)
 
 
 @cache
 def number_path(text: str) -> Path:
-    """The outline of a number at 8 points, centered at the origin."""
+    """Return the outline of a number at 8 points, centered at the origin."""
     outline = TextPath((0, 0), text, size=8)
     x0, y0, x1, y1 = outline.get_extents().extents
     return Affine2D().translate(-(x0 + x1) / 2, -(y0 + y1) / 2).transform_path(outline)

@@ -1,4 +1,4 @@
-"""Figures of serving: a cache that grows, what fits, latency against throughput, and token times."""
+"""Figures for serving: a growing cache, what fits, latency against throughput, and token times."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ from vgpu.units import format_bytes, format_seconds
 
 
 def cache_steps(prompt: str, answer: str) -> None:
-    """A row for each forward pass: the letters that go in, those in the cache, and the next letter.
+    """Draw a row for each forward pass: its input letters, those in the cache, and the next letter.
 
-    The first pass takes all of ``prompt``; each later one takes the letter of ``answer`` that came last.
+    The first pass takes all of ``prompt``; each later pass takes the latest letter of ``answer``.
     """
     widest = len(prompt) + len(answer) - 1
     cached, out = len(prompt) + 2, len(prompt) + widest + 4  # where the columns start
@@ -45,7 +45,7 @@ def cache_steps(prompt: str, answer: str) -> None:
         arrow(axes, (len(new) + 0.2, row + 0.36), (cached - 0.4, row + 0.36))
         arrow(axes, (cached + known + len(new) + 0.2, row + 0.36), (out - 0.4, row + 0.36))
     for x, name in (
-        (0, "letters in"),
+        (0, "input letters"),
         (cached, "keys and values in the cache"),
         (out, "next letter"),
     ):
@@ -55,12 +55,12 @@ def cache_steps(prompt: str, answer: str) -> None:
     title(
         axes,
         "Each new letter adds a column to the cache",
-        "green: just added; gray: kept from before",
+        "green: just added; gray: from earlier passes",
     )
     show(
         fig,
         f"A row for each forward pass. Prefill takes the {len(prompt)} letters of {prompt!r} and caches them; "
-        f"each of {len(answer) - 1} decoding passes takes the latest letter only, and adds it to the cache. "
+        f"each of {len(answer) - 1} decoding passes takes only the latest letter and adds it to the cache. "
         f"The next letters are {', '.join(answer)}.",
     )
 
@@ -68,10 +68,10 @@ def cache_steps(prompt: str, answer: str) -> None:
 def memory_of_servers(
     held: Mapping[str, Mapping[str, tuple[float, float]]], usable_bytes: float, message: str
 ) -> None:
-    """For each server, a bar of weights and caches on each GPU per number format, and the limit.
+    """Plot the bytes of weights and cache per GPU: a bar for each server and dtype, and the limit.
 
-    ``held`` maps a server to its formats, and each format to bytes of weights and of caches; the second
-    format is hatched.
+    ``held`` maps a server to its dtypes, and each dtype to (weight bytes, cache bytes); bars of the
+    second dtype are hatched.
     """
     causes, gib = ("parameters", "KV cache"), 2**30
     fig, axes = figure(width=8.5, height=1.2 + 0.6 * len(held))
@@ -101,19 +101,22 @@ def memory_of_servers(
     ]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     room = format_bytes(usable_bytes)
-    title(axes, message, f"counted; dashed: the {room} that may be used; red: more than that")
+    title(axes, message, f"counted; dashed: the {room} that may be used; red: over the limit")
     summary = "; ".join(
         f"{name}, {kind}: {format_bytes(sum(sizes))}"
         for name, by_format in held.items()
         for kind, sizes in by_format.items()
     )
-    show(fig, f"Bars of weights and caches on each GPU, of which {room} may be used. {summary}.")
+    show(
+        fig,
+        f"Stacked bars of weights and cache on each GPU, {room} of which may be used. {summary}.",
+    )
 
 
 def forwards(
     times_s: Mapping[int, float], arithmetic_s: Mapping[int, float], memory_s: float
 ) -> None:
-    """Milliseconds of one forward pass by its number of tokens, above the two lines of a roofline.
+    """Plot a forward pass's time by its number of tokens, with the two lines of a roofline.
 
     ``times_s`` and ``arithmetic_s`` map tokens to seconds; ``memory_s`` is the time to read all weights.
     """
@@ -124,7 +127,7 @@ def forwards(
         [1e3 * times_s[n] for n in tokens],
         "o-",
         color=COLORS["blue"],
-        label="a forward pass",
+        label="one forward pass",
     )
     level: Any = {"color": COLORS["vermilion"], "ls": "--", "lw": 1.5}
     axes.axhline(1e3 * memory_s, **level, label="reading the weights once")
@@ -144,7 +147,7 @@ def forwards(
     first, last = tokens[0], tokens[-1]
     show(
         fig,
-        "Milliseconds of a forward pass by its number of tokens, on logarithmic axes: flat at the time it takes to read "
+        "Time of a forward pass by its number of tokens, on logarithmic axes: flat at the time it takes to read "
         f"the weights, then rising with the arithmetic. {first} token: {format_seconds(times_s[first])}; "
         f"{last} tokens: {format_seconds(times_s[last])}.",
     )
@@ -153,10 +156,10 @@ def forwards(
 def latency_and_throughput(
     curves: Mapping[str, Sequence[tuple[int, float, float]]], message: str, how: str
 ) -> None:
-    """Tokens/s of all sequences over the milliseconds that each waits for its next token.
+    """Plot the tokens/s of all users against the time per token for each user.
 
-    ``curves`` maps a name to points of batch size, seconds per token and tokens/s, up to the largest batch
-    that fits. Some show their batch size.
+    ``curves`` maps a name to (batch size, seconds per token, tokens/s) points, up to the largest batch
+    that fits. Some points are labeled with their batch size.
     """
     fig, axes = figure(width=7.5, height=3.8)
     for (name, points), color in zip(curves.items(), SERIES, strict=False):
@@ -178,14 +181,14 @@ def latency_and_throughput(
         f"batch {points[-1][0]} {points[-1][2]:,.0f} at {format_seconds(points[-1][1])}"
         for name, points in curves.items()
     )
-    show(fig, f"Curves of tokens per second over the time per token, by batch size. {ends}.")
+    show(fig, f"Line chart of tokens per second against time per token, by batch size. {ends}.")
 
 
 def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]]) -> None:
-    """Two panels over the number of requests per second, with a line for each way to serve.
+    """Plot time to first token and longest gap by requests per second, a line for each way to serve.
 
-    ``results`` maps a name to {rate: seconds to the first token, longest gap between tokens, tokens/s};
-    the seconds are 95th percentiles over the users. The tokens/s aren't drawn.
+    ``results`` maps a name to {rate: (seconds to the first token, longest gap between tokens in seconds,
+    tokens/s)}; the times are 95th percentiles over the users. The tokens/s aren't drawn.
     """
     fig, panels = figure(1, 2, width=9.0, height=3.4)
     labels = ("time to first token (s)", "longest gap between two tokens (s)")
@@ -199,21 +202,21 @@ def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]]) ->
     legend_beside(panels[-1], fontsize=9)
     headline(
         fig,
-        "Long waits with static batches, long gaps with whole prompts",
-        "virtual time, 95th percentile of users",
+        "Long waits with static batches, long gaps with unchunked prompts",
+        "virtual time, 95th percentile over users",
     )
     summary = "; ".join(
         f"{name} at {max(by_rate):g} requests/s: first token {format_seconds(by_rate[max(by_rate)][0])}, "
         f"longest gap {format_seconds(by_rate[max(by_rate)][1])}"
         for name, by_rate in results.items()
     )
-    show(fig, f"Lines over the rate of requests, one for each way to serve. {summary}.")
+    show(fig, f"Line charts by request rate, a line for each way to serve. {summary}.")
 
 
 def predicted_and_published(rows: Mapping[str, Mapping[str, tuple[float, float]]]) -> None:
-    """Predicted over published tokens/s on logarithmic axes, with a band of 25% around equality.
+    """Plot predicted against published tokens/s on logarithmic axes, with a band of 25% around equality.
 
-    ``rows`` maps a series to its rows, and each row's name to predicted and published tokens/s.
+    ``rows`` maps a series to its rows, and each row's name to (predicted, published) tokens/s.
     """
     fig, axes = figure(width=7.0, height=4.0)
     every = [speed for series in rows.values() for pair in series.values() for speed in pair]
@@ -230,20 +233,21 @@ def predicted_and_published(rows: Mapping[str, Mapping[str, tuple[float, float]]
         axes, "From datasheets to tokens per second", "virtual time; line: equal; gray: within 25%"
     )
     summary = "; ".join(
-        f"{name}: " + ", ".join(f"{found:,.0f} for {said:,.0f}" for found, said in series.values())
+        f"{name}: "
+        + ", ".join(f"{found:,.0f} against {said:,.0f}" for found, said in series.values())
         for name, series in rows.items()
     )
     show(
         fig,
-        f"Points of predicted tokens/s over published ones. Predicted for published, {summary}.",
+        f"Scatter plot of predicted against published tokens/s. Predicted against published: {summary}.",
     )
 
 
 def token_times(streams: Mapping[str, Sequence[float]], arrival_s: float) -> None:
-    """A tick for each token of one user, in a row for each way to serve; another's prompt as a line.
+    """Draw a tick for each of one user's tokens, with a row for each way to serve.
 
-    ``streams`` maps a name to each token's time in seconds; the other user's long prompt comes at
-    ``arrival_s``.
+    ``streams`` maps a name to the tokens' times in seconds. A dashed line marks ``arrival_s``, when
+    another user's long prompt arrives.
     """
     fig, axes = figure(width=7.5, height=0.9 + 0.45 * len(streams))
     names = list(streams)[::-1]
@@ -258,11 +262,11 @@ def token_times(streams: Mapping[str, Sequence[float]], arrival_s: float) -> Non
     axes.grid(axis="y", visible=False)
     title(
         axes,
-        "One user's tokens, while another's long prompt comes in",
+        "One user's tokens while another's long prompt arrives",
         "virtual time; dashed: the prompt arrives",
     )
     longest = {
         name: max(b - a for a, b in itertools.pairwise(times)) for name, times in streams.items()
     }
     summary = ", ".join(f"{name}: {format_seconds(gap_s)}" for name, gap_s in longest.items())
-    show(fig, f"Marks for one user's tokens over time. The longest gap between two: {summary}.")
+    show(fig, f"Marks for one user's tokens over time. Longest gaps between two tokens: {summary}.")

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
-# Okabe and Ito, "Color Universal Design", 2008: distinguishable with color vision deficiency.
+# Okabe and Ito, "Color Universal Design", 2008: distinguishable with a color vision deficiency.
 COLORS = {
     "blue": "#0072B2",
     "orange": "#E69F00",
@@ -28,11 +28,11 @@ COLORS = {
 SERIES = [COLORS[name] for name in ("blue", "orange", "green", "purple")]
 RANK_COLORS = tuple(
     COLORS[name]
-    # Light ones first, because the numbers on them are black.
+    # Light ones first, because the numbers drawn on them are black.
     for name in ("sky", "orange", "green", "vermilion", "purple", "yellow", "gray", "blue")
 )
 
-# An opaque light background: the figure is readable in light and dark notebooks.
+# An opaque light background keeps figures readable in light and dark notebooks.
 _STYLE: Any = {
     "figure.facecolor": "#FFFFFF",
     "axes.facecolor": "#FFFFFF",
@@ -54,9 +54,9 @@ _STYLE: Any = {
 def figure(
     rows: int = 1, columns: int = 1, *, width: float = 7.5, height: float = 3.2, **subplots: Any
 ) -> tuple[Figure, Any]:
-    """``plt.subplots`` in the course's style; width and height in inches.
+    """Call ``plt.subplots`` with the course's style; width and height are in inches.
 
-    Returns the figure and its axes: one Axes, or an array of them, as ``plt.subplots`` does. Pass the
+    Returns the figure and its axes: one Axes or an array of them, like ``plt.subplots``. Pass the
     figure to ``show``.
     """
     with plt.rc_context(_STYLE):
@@ -67,9 +67,9 @@ def figure(
 
 
 def title(axes: Axes, message: str, how: str) -> None:
-    """A title that states the message, and in gray how the numbers were obtained.
+    """Set a title that states the message, and below it, in gray, how the numbers were obtained.
 
-    ``how`` is "measured", "counted" or "virtual time", with what it was measured on.
+    ``how`` is "measured", "counted" or "virtual time", plus what it was measured on.
     """
     axes.set_title(f"{message}\n", loc="left", fontweight="bold")
     above: Any = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "bottom"}
@@ -77,7 +77,7 @@ def title(axes: Axes, message: str, how: str) -> None:
 
 
 def headline(fig: Figure, message: str, how: str) -> None:
-    """Do the same as ``title`` for a figure with several panels."""
+    """Set the title of a figure with multiple panels; the arguments are those of ``title``."""
     fig.suptitle(f"{message} · {how}", x=0.01, ha="left", fontsize=11, fontweight="bold")
 
 
@@ -90,10 +90,10 @@ def stacked_bars(
     across: bool = False,
     width: float = 0.6,
 ) -> list[float]:
-    """A stacked bar at each of ``places``, with the parts in ``sizes``.
+    """Draw a stacked bar at each of ``places``, with the parts in ``sizes``.
 
-    ``sizes`` maps a part to its size at each place; ``across`` draws horizontal bars. Returns the end of
-    each bar.
+    ``sizes`` maps a part to its size at each place; ``across`` draws horizontal bars. Returns the bars'
+    ends.
     """
     ends = [0.0] * len(places)
     draw: Any = axes.barh if across else axes.bar
@@ -105,7 +105,7 @@ def stacked_bars(
 
 
 def log2_ticks(axes: Axes, values: Sequence[int]) -> None:
-    """A logarithmic x axis with a tick at each of ``values`` and nowhere else."""
+    """Make the x axis logarithmic, with a tick at each of ``values`` and nowhere else."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(values, [str(value) for value in values])
     axes.minorticks_off()
@@ -123,7 +123,7 @@ def arrow(
     color: str = "#444444",
     **options: Any,
 ) -> None:
-    """An arrow between two points of the axes; options are those of ``FancyArrowPatch``."""
+    """Draw an arrow between two points of the axes; ``options`` go to ``FancyArrowPatch``."""
     look: Any = {"arrowstyle": "-|>", "mutation_scale": 12, "zorder": 2, **options}
     axes.add_patch(FancyArrowPatch(start, end, color=color, **look))
 
@@ -131,8 +131,8 @@ def arrow(
 def show(fig: Figure, alt: str) -> None:
     """Show a finished figure with its alternative text, and close it.
 
-    ``alt`` says what a reader who can't see the figure should know: its kind, what it shows, and the numbers
-    that matter, in one to three sentences. Raises ValueError for less than a sentence.
+    ``alt`` tells a reader who can't see the figure what they should know, in one to three sentences: its
+    kind, what it shows, and the numbers that matter. Raises ValueError if it has fewer than five words.
     """
     if len(alt.split()) < 5:
         raise ValueError(
@@ -145,8 +145,8 @@ def show(fig: Figure, alt: str) -> None:
 class _Picture:
     """A figure for notebooks, websites and screen readers.
 
-    Neither JupyterLab nor nbconvert writes alternative text for a bare PNG, so HTML comes first; PDF exports
-    use the PNG, and a terminal prints the text.
+    Neither JupyterLab nor nbconvert adds alternative text to a bare PNG, so the preferred format is HTML; PDF
+    exports use the PNG, and a terminal prints the text.
     """
 
     def __init__(self, fig: Figure, alt: str) -> None:

@@ -1,4 +1,4 @@
-"""Figures of virtual time: one row per stream, one bar per stretch of work of one kind."""
+"""Figures for virtual time: one lane per stream, one bar per stretch of one kind of work."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,11 +22,11 @@ _OF_KIND = {
     "wait": "#777777",
 }
 _HATCHED = "collective, waiting"
-# Two bars whose gap is narrower than this share of the axis are drawn as one.
+# Two bars separated by less than this fraction of the axis are drawn as one.
 _INVISIBLE = 1 / 2000
-# A bar narrower than this share of the axis is a hairline, and a lane of them looks empty.
+# A bar narrower than this fraction of the axis is a hairline, and a lane with only hairlines looks empty.
 _HAIRLINE = 1 / 500
-# Inches above and below the lanes, and per lane.
+# Height in inches above the lanes, below them, and per lane.
 _TOP, _BOTTOM, _LANE = 0.65, 0.55, 0.45
 
 
@@ -41,15 +41,14 @@ def timeline(
     devices: Sequence[torch.device] | None = None,
     lane_names: Sequence[str] | None = None,
 ) -> None:
-    """Draw a recording, one lane for each stream of each GPU, under a title that says ``message``.
+    """Draw a recording, one lane for each stream of each GPU, with ``message`` as the title.
 
-    ``host`` adds a lane for the host's waits. ``as_in_trace`` starts a collective when its own rank
-    arrives, hatched until the others are there, and the host's lane also shows when rank 0's host works.
-    ``until_s`` is the end of the axis, so that several
-    recordings can share one scale. ``devices`` are the GPUs to draw, by default all of them.
-    ``lane_names`` are the lanes' names, from the top. Without ``axes``, a figure is created and shown.
-    Non-default streams whose bars would all be hairlines are left out, and the line below the title says
-    how many.
+    ``host`` adds a lane for the host's waits. With ``as_in_trace``, a collective starts when its own rank
+    arrives and is hatched until the last rank has arrived, and the host's lane also shows when rank 0's
+    host works. ``until_s`` is the end of the axis; set it to draw multiple recordings on one scale.
+    ``devices`` are the GPUs to draw, by default all of them. ``lane_names`` are the lanes' names, from top
+    to bottom. Without ``axes``, a figure is created and shown. Non-default streams whose bars would all be
+    hairlines are left out, and the line below the title says how many.
     """
     end_s = until_s or record.makespan_s or 1.0
     every = lanes_of(record, host, devices)
@@ -76,7 +75,7 @@ def timeline(
 
 
 def _with_waiting(events: Sequence[TraceEvent]) -> list[TraceEvent]:
-    """The events, and before each collective the time in which its rank waits for the others."""
+    """Return the events, plus a waiting event before each collective whose rank waits for others."""
     waiting = [
         event._replace(kind=_HATCHED, start_s=event.ready_s, end_s=event.start_s)
         for event in events
@@ -86,7 +85,7 @@ def _with_waiting(events: Sequence[TraceEvent]) -> list[TraceEvent]:
 
 
 def _host_of_rank_0(record: Timeline) -> list[TraceEvent]:
-    """When rank 0's host launches or works, and when it waits."""
+    """Return the events of rank 0's host: when it launches kernels or works, and when it waits."""
     gpu = record.devices[0]
     own = record.of(gpu)
     blank = own[0]._replace(kind="host at work", device=torch.device("cpu"), stream=0, ready_s=None)
@@ -100,9 +99,9 @@ def _host_of_rank_0(record: Timeline) -> list[TraceEvent]:
 
 
 def launches(traces: Mapping[str, Sequence[Mapping[str, Any]]], count: int) -> None:
-    """The first ``count`` launches and kernels of each trace, with an arrow from one to the other.
+    """Draw each trace's first ``count`` kernels and their launches, with arrows from launch to kernel.
 
-    ``traces`` maps a name to the events of a trace, as in ``traceEvents``. Each has its own time axis.
+    ``traces`` maps a name to a trace's events, as in ``traceEvents``. Each trace has its own time axis.
     """
     fig, panels = figure(len(traces), width=8.5, height=1.9 * len(traces), squeeze=False)
     summary = []
@@ -138,7 +137,7 @@ def timelines(
     host: bool = False,
     devices: Sequence[torch.device] | None = None,
 ) -> None:
-    """Several recordings, one below the other, on one time scale; the names are their titles."""
+    """Draw multiple recordings, one below the other, on one time scale, with their names as titles."""
     end_s = max(record.makespan_s for record in records.values())
     every = {
         name: visible(lanes_of(record, host, devices), end_s) for name, record in records.items()
@@ -206,7 +205,7 @@ def _draw(
 
 
 def _alt(record: Timeline, lanes: Mapping[str, list[TraceEvent]]) -> str:
-    """For each lane, the fraction of the recording's time that each kind of work takes."""
+    """Say what fraction of the recording's time each kind of work takes in each lane."""
     summary = []
     for name, events in lanes.items():
         kinds: dict[str, float] = {}
@@ -215,14 +214,14 @@ def _alt(record: Timeline, lanes: Mapping[str, list[TraceEvent]]) -> str:
             if covering_s:
                 kinds[kind] = covering_s / record.makespan_s
         shares = ", ".join(f"{kind} {share:.0%}" for kind, share in kinds.items())
-        summary.append(f"{name} {shares or 'does nothing'}")
+        summary.append(f"{name} {shares or 'idle'}")
     return f"Bars in lanes, spanning {format_seconds(record.makespan_s)}. By share of that time: {'; '.join(summary)}."
 
 
 def lanes_of(
     record: Timeline, host: bool = False, devices: Sequence[torch.device] | None = None
 ) -> dict[str, list[TraceEvent]]:
-    """The events of each lane, by its name; every GPU has one, even if it did nothing.
+    """Map each lane's name to its events; every GPU has a lane, even if it did nothing.
 
     A non-default stream's lane is named after what it does: "vgpu:0, copies out".
     """
@@ -243,7 +242,7 @@ def lanes_of(
 def visible(
     lanes: Mapping[str, list[TraceEvent]], end_s: float
 ) -> tuple[dict[str, list[TraceEvent]], int]:
-    """The lanes, minus non-default streams that would look empty on the axis, and how many were left out."""
+    """Return the lanes without non-default streams that would look empty, and how many were left out."""
     seen = {
         name: events
         for name, events in lanes.items()
@@ -257,7 +256,7 @@ def visible(
 
 
 def _name_of(record: Timeline, device: torch.device) -> str:
-    """A GPU's name; for joined ranks of a cluster, the rank, since GPUs are numbered per host."""
+    """Return a GPU's name, or, for joined ranks of a cluster, the rank: GPUs are numbered per host."""
     ranks = record.ranks
     if len(ranks) == 1 or ranks == list(range(len(ranks))):
         return str(device)
@@ -265,7 +264,7 @@ def _name_of(record: Timeline, device: torch.device) -> str:
 
 
 def _work_of(events: Sequence[TraceEvent]) -> str:
-    """What a stream does, in a word or two; its number if it does several things."""
+    """Say in a word or two what a stream does, or return its number if it does different things."""
     kinds = {event.kind for event in events}
     if kinds == {"collective"}:
         names = {event.name for event in events}
@@ -277,7 +276,7 @@ def _work_of(events: Sequence[TraceEvent]) -> str:
 
 
 def kind_of(event: TraceEvent) -> str:
-    """The kind of an event, shown as color: forward (of a module), backward, other kernels, copy etc."""
+    """Return the kind of an event, shown by its color: forward (of a module), backward, copy and so on."""
     if event.kind != "kernel":
         return event.kind
     if event.backward:
@@ -286,11 +285,11 @@ def kind_of(event: TraceEvent) -> str:
 
 
 def stretches(events: list[TraceEvent], gap_s: float) -> list[tuple[str, float, float]]:
-    """(kind, start, end) for each stretch of one kind of work with no gap of ``gap_s`` seconds or more.
+    """Merge events of one kind that are less than ``gap_s`` seconds apart, as (kind, start, end) tuples.
 
-    Thousands of kernels become a few bars, which keeps the drawing fast and the file small. A
-    collective right after another gets its own bar if it takes 10 times ``gap_s``, so you can see
-    how many there are.
+    Thousands of kernels become a few bars, which keeps drawing fast and files small. A collective
+    right after another gets its own bar if it takes at least 10 times ``gap_s``, to show how many
+    collectives there are.
     """
     stretched: list[tuple[str, float, float]] = []
     for event in events:

@@ -1,4 +1,4 @@
-"""Figures of times and speeds: by split size, of a split layer, by number of GPUs and checkpoint interval."""
+"""Figures for times and speeds: by split size, width, number of GPUs and checkpoint interval."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,9 +21,9 @@ from vgpu.units import format_seconds
 def split_sizes(
     predicted_s: Mapping[int, float], published_s: Mapping[int, float], one_gpu_s: float
 ) -> None:
-    """Seconds by split size: a predicted curve, and the published points.
+    """Plot the time by split size: a predicted curve, and the published points.
 
-    The largest size in ``predicted_s`` is the whole batch. ``one_gpu_s`` is the published time on one
+    The largest size in ``predicted_s`` is the full batch. ``one_gpu_s`` is the published time on one
     GPU, drawn as a horizontal line.
     """
     sizes = sorted(predicted_s)
@@ -43,18 +43,18 @@ def split_sizes(
         ylabel="3 batches (s)",
     )
     legend_beside(axes, fontsize=9)
-    title(axes, "Small pieces and large ones are slow", "virtual time, K80; published: measured")
+    title(axes, "Both small and large pieces are slow", "virtual time, K80; published: measured")
     best = min(sizes, key=lambda size: predicted_s[size])
     summary = ", ".join(f"{size}: {predicted_s[size]:.2f}" for size in sizes)
     show(
         fig,
-        f"Predicted seconds by split size, a valley with its floor at {best}: {summary}. Published: "
+        f"Predicted seconds by split size, a curve with its minimum at {best}: {summary}. Published: "
         f"{', '.join(f'{size}: {time_s}' for size, time_s in published_s.items())}; one GPU {one_gpu_s}.",
     )
 
 
 def parts_of_time(timelines: Mapping[int, Timeline]) -> None:
-    """For each split size and each of two GPUs: one batch's seconds of computing, copying, idling."""
+    """Plot how long each GPU computes, copies and idles in one batch: a panel per GPU, a bar per size."""
     sizes = sorted(timelines)
     devices = timelines[sizes[0]].devices
     fig, panels = figure(1, len(devices), width=9, height=3.4, sharey=True)
@@ -68,7 +68,11 @@ def parts_of_time(timelines: Mapping[int, Timeline]) -> None:
     panels[0].set_ylabel("one batch (s)")
     legend_beside(panels[-1], fontsize=9)
     gpu = timelines[sizes[0]].gpu
-    headline(fig, "Large pieces leave GPUs idle, small ones compute longer", f"virtual time, {gpu}")
+    headline(
+        fig,
+        "Large pieces leave GPUs idle, small ones take longer to compute",
+        f"virtual time, {gpu}",
+    )
     ends = []
     for size in (sizes[0], sizes[-1]):
         parts = [_parts(timelines[size], device) for device in devices]
@@ -78,8 +82,8 @@ def parts_of_time(timelines: Mapping[int, Timeline]) -> None:
         )
     show(
         fig,
-        "Bars by split size for each GPU: seconds of one batch in which it computes, copies and "
-        f"idles. At the ends, {'; '.join(ends)}.",
+        "Stacked bars by split size for each GPU: seconds in one batch that it computes, copies and "
+        f"idles. For the smallest and largest pieces: {'; '.join(ends)}.",
     )
 
 
@@ -96,7 +100,7 @@ def _parts(timeline: Timeline, device: object) -> dict[str, float]:
     active_s = covered_s(events)
     return {
         "computes": busy_s,
-        "copies": active_s - busy_s,  # those that overlap with a kernel take no extra time
+        "copies": active_s - busy_s,  # copies that overlap with a kernel take no extra time
         "idles": timeline.makespan_s - active_s,
     }
 
@@ -106,7 +110,7 @@ def _both(parts: Sequence[Mapping[str, float]], name: str) -> str:
 
 
 def split_times(timelines: Mapping[str, Timeline], message: str) -> None:
-    """A bar for each timeline: its makespan, and how much of it the collectives take."""
+    """Plot each timeline's makespan as a bar, and how much of it collectives take."""
     fig, axes = figure(width=7.5, height=0.9 + 0.42 * len(timelines))
     names = list(timelines)[::-1]
     parts = [parts_of(timelines[name]) for name in names]
@@ -126,19 +130,19 @@ def split_times(timelines: Mapping[str, Timeline], message: str) -> None:
         f"{name}: {1e3 * whole:.2f} ms, {part / whole:.0%} of it in collectives"
         for name, (whole, part) in zip(names[::-1], parts[::-1], strict=True)
     )
-    show(fig, f"Bars of a layer's time, and how much of it the collectives take. {summary}.")
+    show(fig, f"Stacked bars of a layer's time, and how much of it collectives take. {summary}.")
 
 
 def parts_of(timeline: Timeline) -> tuple[float, float]:
-    """Seconds of a timeline, and those during which collectives are running."""
+    """Return a timeline's makespan and the total duration of its collectives, in seconds."""
     sent_s = sum(e.duration_s for e in timeline.events if e.kind == "collective")
     return timeline.makespan_s, sent_s
 
 
 def gained(times_s: Mapping[int, Mapping[int, float]], message: str, how: str) -> None:
-    """A line for each number of GPUs: the speedup over one GPU, by the width of the layer.
+    """Plot the speedup over one GPU by layer width, a line for each number of GPUs.
 
-    ``times_s`` maps a width to {number of GPUs: seconds}, with 1 among the numbers.
+    ``times_s`` maps a width to {number of GPUs: seconds}, including 1 GPU.
     """
     fig, axes = figure(width=6.5, height=3.4)
     widths = sorted(times_s)
@@ -147,10 +151,10 @@ def gained(times_s: Mapping[int, Mapping[int, float]], message: str, how: str) -
     for color, marker, count in zip(colors, "osD^", counts, strict=False):
         gains = [times_s[width][1] / times_s[width][count] for width in widths]
         axes.plot(widths, gains, marker=marker, color=color, label=f"{count} GPUs")
-        axes.axhline(count, color=color, lw=0.8, ls=":", label=f"{count} times")
+        axes.axhline(count, color=color, lw=0.8, ls=":", label=f"{count} times as fast")
     axes.axhline(1, color="black", lw=0.8)
     log2_ticks(axes, widths)
-    axes.set(xlabel="width of the layer", ylabel="times as fast as one GPU", ylim=(0, None))
+    axes.set(xlabel="width of the layer", ylabel="speedup over one GPU", ylim=(0, None))
     legend_beside(axes, fontsize=10)
     title(axes, message, how)
     summary = "; ".join(
@@ -158,17 +162,17 @@ def gained(times_s: Mapping[int, Mapping[int, float]], message: str, how: str) -
         + ", ".join(f"{times_s[w][1] / times_s[w][count]:.2f} at width {w}" for w in widths)
         for count in counts
     )
-    show(fig, f"Lines of the speedup over one GPU, by width. {summary}.")
+    show(fig, f"Line chart of the speedup over one GPU, by width. {summary}.")
 
 
 def speedups(times_s: Mapping[str, Mapping[int, float]], gpu: str) -> None:
-    """A line for each network: how many times as fast as one GPU; dotted is linear scaling.
+    """Plot the speedup over one GPU by number of GPUs, a line per network; dotted: linear scaling.
 
-    ``times_s`` maps a network to {number of GPUs: seconds of a step}, with 1 among the numbers.
+    ``times_s`` maps a network to {number of GPUs: seconds per step}, including 1 GPU.
     """
     fig, axes = figure(width=7.5, height=3.2)
     counts = list(next(iter(times_s.values())))
-    axes.plot(counts, counts, color=COLORS["gray"], ls=":", lw=1.5, label="n times as fast")
+    axes.plot(counts, counts, color=COLORS["gray"], ls=":", lw=1.5, label="linear scaling")
     texts = []
     for (name, times), color, marker in zip(times_s.items(), SERIES, "os^D", strict=False):
         gains = [times[1] / times[count] for count in counts]
@@ -185,18 +189,18 @@ def speedups(times_s: Mapping[str, Mapping[int, float]], gpu: str) -> None:
             f"{name}: {', '.join(f'{g:.1f} on {n}' for n, g in zip(counts, gains, strict=True))}"
         )
     axes.set_xticks(counts)
-    axes.set(xlabel="GPUs", ylabel="times as fast as one", ylim=(0, None))
+    axes.set(xlabel="GPUs", ylabel="speedup over one GPU", ylim=(0, None))
     axes.legend(loc="upper left", fontsize=9)
     title(
         axes, "More GPUs only help a step that's worth splitting", f"virtual time, {gpu}, one step"
     )
-    show(fig, f"Lines of how many times as fast as one GPU. {'; '.join(texts)}.")
+    show(fig, f"Line chart of the speedup over one GPU, by number of GPUs. {'; '.join(texts)}.")
 
 
 def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, int]) -> None:
-    """Million tokens/s by the number of GPUs, with a line for each network; dotted: linear scaling.
+    """Plot million tokens/s by number of GPUs, a line per network; dotted: linear scaling.
 
-    ``tokens`` has, for each number of GPUs, the tokens that each of them has per step.
+    ``tokens`` maps a number of GPUs to the tokens per GPU and step.
     """
     fig, axes = figure(width=7.5, height=3.6)
     counts = list(tokens)
@@ -214,7 +218,7 @@ def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, i
     title(
         axes,
         "More GPUs, the same batch",
-        "virtual time; dotted: in proportion to the number of GPUs",
+        "virtual time; dotted: linear scaling",
     )
     summary = "; ".join(
         f"{name}: {speed[counts[0]]:.2f} on {counts[0]} GPUs, {speed[counts[-1]]:.2f} on {counts[-1]}"
@@ -222,17 +226,17 @@ def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, i
     )
     show(
         fig,
-        f"Lines of million tokens per second by number of GPUs, on logarithmic axes. {summary}.",
+        f"Line chart of million tokens per second by number of GPUs, on logarithmic axes. {summary}.",
     )
 
 
 def goodput(
     shares: Mapping[int, Mapping[float, tuple[float, float]]], best_s: Mapping[int, float]
 ) -> None:
-    """Goodput by the interval between checkpoints, for several numbers of GPUs.
+    """Plot goodput by checkpoint interval, a line for each number of GPUs.
 
-    ``shares`` maps GPUs to {interval in seconds: (by formula, simulated)}, and ``best_s`` maps GPUs to
-    the square root.
+    ``shares`` maps a number of GPUs to {interval in seconds: (by formula, simulated)}, and ``best_s`` maps
+    it to the best interval by the square-root rule.
     """
     fig, axes = figure(width=7.5, height=3.4)
     for (gpus, points), color in zip(shares.items(), SERIES, strict=False):
@@ -240,19 +244,19 @@ def goodput(
         axes.plot(minutes, [f for f, _ in points.values()], color=color, label=f"{gpus:,} GPUs")
         axes.plot(minutes, [s for _, s in points.values()], "o", color=color, ms=4)
         axes.axvline(best_s[gpus] / 60, color=color, ls="--", lw=1)
-    axes.set(xscale="log", xlabel="minutes of training between two checkpoints", ylim=(0, 1))
+    axes.set(xscale="log", xlabel="minutes of training between checkpoints", ylim=(0, 1))
     axes.set_xticks(minutes, [f"{m:g}" for m in minutes])
     axes.minorticks_off()
-    axes.set_ylabel("share of useful time")
+    axes.set_ylabel("fraction of useful time")
     axes.legend(loc="lower center", fontsize=9)
     title(
         axes,
-        "Saving too often costs time to write, too rarely repeated work",
-        "lines: Daly's formula; points: simulated failures; dashed: the square root",
+        "Saving too often costs time; saving too rarely, repeated work",
+        "lines: Daly's formula; points: simulated failures; dashed: square-root rule",
     )
     summary = "; ".join(
-        f"with {gpus:,} GPUs it is highest near {format_seconds(best_s[gpus])}, at "
-        f"{max(f for f, _ in points.values()):.0%}, and {points[max(points)][0]:.0%} at the longest"
+        f"with {gpus:,} GPUs, it is highest near {format_seconds(best_s[gpus])}, at "
+        f"{max(f for f, _ in points.values()):.0%}, and {points[max(points)][0]:.0%} at the longest interval"
         for gpus, points in shares.items()
     )
-    show(fig, f"Curves of the share of useful time over the checkpoint interval: {summary}.")
+    show(fig, f"Line chart of the fraction of useful time by checkpoint interval: {summary}.")

@@ -1,4 +1,4 @@
-"""Figures of training: the network, learning curves, misclassified images, a resume, and step times."""
+"""Figures for training: the network, learning curves, digit images, resumed runs, and step times."""
 
 import math
 import statistics
@@ -16,9 +16,9 @@ _COLORS = {"Conv2d": "blue", "Linear": "vermilion", "MaxPool2d": "green"}
 
 
 def network(model: nn.Module, inputs: torch.Tensor) -> None:
-    """The leaf modules, in the order in which they run on ``inputs``, with shapes and parameters.
+    """Draw the leaf modules in the order in which they run on ``inputs``, with shapes and parameters.
 
-    A bar's height is the number of values in the layer's output for one sample, on a log scale.
+    A bar's height is the number of elements in the layer's output for one sample, on a log scale.
     """
     layers = _run(model, inputs)
     fig, axes = figure(width=8.5, height=3.3)
@@ -36,23 +36,23 @@ def network(model: nn.Module, inputs: torch.Tensor) -> None:
         f"{name} ({count:,})" if count else name for name, count in zip(names, counts, strict=True)
     ]
     axes.set_xticks(range(len(names)), labels, rotation=30, ha="right", fontsize=9)
-    axes.set_ylabel("values for one image")
+    axes.set_ylabel("elements for one image")
     total = sum(parameter.numel() for parameter in model.parameters())
     title(
         axes,
         f"{type(model).__name__}: {total:,} parameters",
-        "shapes of one forward pass; in brackets: parameters of the layer",
+        "shapes in one forward pass; in parentheses: the layer's parameters",
     )
     steps = zip(names, shapes, strict=True)
     chain = ", ".join(f"{name} {'×'.join(map(str, shape[1:]))}" for name, shape in steps)
     show(
         fig,
-        f"The network's layers from left to right, with the shape of each one's output: {chain}.",
+        f"The network's layers from left to right, each with its output shape: {chain}.",
     )
 
 
 def _run(model: nn.Module, inputs: torch.Tensor) -> list[tuple[str, torch.Size, int]]:
-    """Name, output shape and number of parameters of each leaf module, as they run."""
+    """Return each leaf module's name, output shape and number of parameters, in execution order."""
     layers: list[tuple[str, torch.Size, int]] = []
 
     def note(module: nn.Module, _: object, output: torch.Tensor) -> None:
@@ -71,9 +71,9 @@ def _run(model: nn.Module, inputs: torch.Tensor) -> list[tuple[str, torch.Size, 
 
 
 def learning_curves(history: Sequence[Mapping[str, float]], device: object) -> None:
-    """Loss and accuracy over the epochs of one run, side by side.
+    """Plot the loss and accuracy over the epochs of one run, side by side.
 
-    ``history`` has a record per epoch, with "train_loss", "test_loss" (nats) and "test_accuracy" (0 to 1).
+    ``history`` has one record per epoch, with "train_loss", "test_loss" (nats) and "test_accuracy" (0 to 1).
     """
     epochs = range(1, len(history) + 1)
     fig, (left, right) = figure(1, 2)
@@ -89,31 +89,34 @@ def learning_curves(history: Sequence[Mapping[str, float]], device: object) -> N
     right.plot(epochs, percent, color=COLORS["orange"], marker="o", markersize=4)
     right.axhline(97, color=COLORS["gray"], linewidth=1, linestyle="--")
     right.annotate("97 %", (1, 97), textcoords="offset points", xytext=(0, 4), color="#666666")
-    right.set(xlabel="epoch", ylabel="held-out images right (%)")
+    right.set(xlabel="epoch", ylabel="held-out accuracy (%)")
     title(right, f"{percent[-1]:.1f} % after {len(history)} epochs", f"measured, {device}")
     first, last = history[0], history[-1]
     show(
         fig,
-        f"Curves over {len(history)} epochs. Cross-entropy falls from {first['train_loss']:.2f} to "
+        f"Two line charts over {len(history)} epochs. Cross-entropy falls from {first['train_loss']:.2f} to "
         f"{last['train_loss']:.2f} nats on the training images and from {first['test_loss']:.2f} to "
-        f"{last['test_loss']:.2f} on the held-out ones. The share of held-out images right goes from "
+        f"{last['test_loss']:.2f} on the held-out ones. Held-out accuracy goes from "
         f"{percent[0]:.1f} % to {percent[-1]:.1f} %.",
     )
 
 
 def digit_grid(images: torch.Tensor, titles: Sequence[str], columns: int = 8) -> None:
-    """Gray images (N, H, W), uint8 or float, on any device, each under its title."""
+    """Show grayscale images (N, H, W), uint8 or float, on any device, each under its title."""
     columns = min(columns, max(len(images), 1))
     rows = -(-max(len(images), 1) // columns)
     fig, axes = figure(rows, columns, width=1.05 * columns, height=1.3 * rows, squeeze=False)
     for cell in axes.flat:
         cell.set_axis_off()
-    # Draw them like ink on paper; in the data, digits are bright on a dark background.
+    # Draw digits like ink on paper; in the data, they are bright on a dark background.
     for cell, image, text in zip(axes.flat, images.cpu(), titles, strict=False):
         cell.imshow(image, cmap="gray_r")
         cell.set_title(text, fontsize=9, loc="center")
     titles = list(titles)[: len(images)]
-    show(fig, f"{len(images)} small gray images in a grid, titled: {'; '.join(titles) or 'none'}.")
+    show(
+        fig,
+        f"{len(images)} small grayscale images in a grid, titled: {'; '.join(titles) or 'none'}.",
+    )
 
 
 def resumed_curves(
@@ -122,13 +125,13 @@ def resumed_curves(
     stopped_after: int,
     device: object,
 ) -> None:
-    """The loss per step of an uninterrupted run, and of runs resumed after ``stopped_after`` steps.
+    """Plot the loss at each step of an uninterrupted run, and of runs resumed after ``stopped_after`` steps.
 
-    ``resumed`` maps a label to all losses of that run, from the first step on (nats). The lower panel
-    shows how far each is from the uninterrupted run.
+    ``resumed`` maps a label to all of that run's losses in nats, from the first step on. The lower panel
+    shows each run's distance from the uninterrupted run.
     """
     fig, (above, below) = figure(2, 1, height=4.6, sharex=True)
-    above.plot(whole, color="#BBBBBB", linewidth=6, label="never stopped")
+    above.plot(whole, color="#BBBBBB", linewidth=6, label="uninterrupted")
     looks: Any = zip(("vermilion", "blue"), ("-", "--"), strict=True)
     for (label, losses), (color, line) in zip(resumed.items(), looks, strict=False):
         steps = range(stopped_after, len(losses))
@@ -148,18 +151,18 @@ def resumed_curves(
     )
     show(
         fig,
-        f"Loss over {len(whole)} optimizer steps, and below it the distance from the run that never "
-        f"stopped, for runs resumed after step {stopped_after}. {'; '.join(apart)}.",
+        f"Loss over {len(whole)} optimizer steps, and below it the distance from the uninterrupted "
+        f"run, for runs resumed after step {stopped_after}. {'; '.join(apart)}.",
     )
 
 
 def learned(losses: torch.Tensor, vocabulary: int) -> None:
-    """The loss over the steps, next to that of guessing uniformly among all letters."""
+    """Plot the loss over the steps, with the loss of a uniform guess among all letters."""
     fig, axes = figure(width=7, height=2.8)
     guess = math.log(vocabulary)
     axes.plot(range(1, len(losses) + 1), losses.tolist(), color=COLORS["blue"])
     axes.axhline(guess, color=COLORS["gray"], linestyle="--", linewidth=1)
-    axes.text(len(losses), guess, "any letter, by chance", ha="right", va="bottom", fontsize=8)
+    axes.text(len(losses), guess, "uniform guess", ha="right", va="bottom", fontsize=8)
     axes.set(
         ylim=(0, max(guess, losses.max().item()) * 1.12),
         xlabel="step",
@@ -171,9 +174,9 @@ def learned(losses: torch.Tensor, vocabulary: int) -> None:
 
 
 def by_batch(learned: Mapping[tuple[str, int], Sequence[float]]) -> None:
-    """The loss after the same number of epochs, for each way to set the learning rate and each batch size.
+    """Plot the final loss by batch size, for each way to set the learning rate; epochs are the same.
 
-    ``learned`` maps (way, batch) to the losses of several seeds.
+    ``learned`` maps (way, batch size) to the losses with different seeds.
     """
     fig, axes = figure(width=7.5, height=3.4)
     batches = sorted({batch for _, batch in learned})
@@ -184,22 +187,26 @@ def by_batch(learned: Mapping[tuple[str, int], Sequence[float]]) -> None:
         axes.plot(where, [statistics.mean(losses) for _, losses in points], color=color, label=way)
         for at, (_, losses) in zip(where, points, strict=True):
             axes.plot([at] * len(losses), losses, "o", color=color, ms=4)
-    axes.set(yscale="log", xlabel="batch")
+    axes.set(yscale="log", xlabel="batch size")
     axes.set_xticks(range(len(batches)), [f"{batch:,}" for batch in batches])
     axes.set_ylabel("loss after the last epoch")
     axes.legend(title="learning rate", loc="upper left", fontsize=9)
-    title(axes, "A larger batch needs a larger rate, up to a point", "measured; points: seeds")
+    title(
+        axes,
+        "A larger batch needs a larger learning rate, up to a point",
+        "measured; points: single seeds",
+    )
     summary = "; ".join(
-        f"batch {batch}, rate {way}: {statistics.mean(losses):.2f}"
+        f"batch size {batch}, rate {way}: {statistics.mean(losses):.2f}"
         for (way, batch), losses in learned.items()
     )
-    show(fig, f"Loss over batch size, a line for each way to choose the rate. {summary}.")
+    show(fig, f"Loss by batch size, a line for each way to set the learning rate. {summary}.")
 
 
 def repeated_times(times_s: Mapping[str, Sequence[float]]) -> None:
-    """One row per name: every repeat as a dot, the median and the quartiles as a bar.
+    """Plot repeated times, a row per name: repeats as dots, the median as a square, quartiles as a bar.
 
-    ``times_s`` maps a name to the seconds of two or more repeats of one step.
+    ``times_s`` maps a name to the seconds of each repeat of one step, at least two.
     """
     fig, axes = figure(width=7.5, height=1.3 + 0.6 * len(times_s))
     summary = []
@@ -215,5 +222,5 @@ def repeated_times(times_s: Mapping[str, Sequence[float]]) -> None:
     axes.set_ylim(len(times_s) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("one step (ms)")
-    title(axes, "One step, repeated", "measured on this machine; square: median, bar: quartiles")
-    show(fig, f"Every repeat as a dot. {'; '.join(summary)}.")
+    title(axes, "One step, repeated", "measured on this machine; square: median; bar: quartiles")
+    show(fig, f"Dot plot of every repeat. {'; '.join(summary)}.")

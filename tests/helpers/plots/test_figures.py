@@ -67,8 +67,8 @@ def test_network_lists_the_layers_in_the_order_in_which_they_run(alts):
 
 def test_held_says_which_part_of_each_matrix_a_gpu_has(alts):
     plots.held([("", "x", 6, 8, "whole"), ("=", "y", 6, 4, "partial")], 2, "By rows")
-    assert "x (6 by 8) all of it, y (6 by 4) one part of a sum" in alts[0]
-    with pytest.raises(ValueError, match="x is held 'half'; parts are whole, rows, columns"):
+    assert "x (6 by 8) all of it, y (6 by 4) a partial sum" in alts[0]
+    with pytest.raises(ValueError, match="unknown part of x: 'half'; expected one of whole, rows, columns"):
         plots.held([("", "x", 6, 8, "half")], 2, "By half")
     assert len(alts) == 1
 
@@ -82,15 +82,15 @@ def test_cache_steps_processes_the_prompt_at_once_and_then_letter_by_letter(alts
 def test_memory_of_servers_lists_what_each_needs_and_may_use(alts):
     gib = 2**30
     plots.memory_of_servers({"70B on 2": {"16 bits": (66 * gib, 62 * gib)}}, 72 * gib, "Room?")
-    assert "of which 72 GiB may be used. 70B on 2, 16 bits: 128 GiB" in alts[0]
+    assert "72 GiB of which may be used. 70B on 2, 16 bits: 128 GiB" in alts[0]
 
 
-def test_predicted_and_published_lists_both(alts):
+def test_predicted_and_published_lists_both_speeds(alts):
     plots.predicted_and_published({"70B": {"128 in": (5300.0, 6378.0)}})
-    assert "70B: 5,300 for 6,378" in alts[0]
+    assert "70B: 5,300 against 6,378" in alts[0]
 
 
-def test_launches_says_how_long_the_last_kernel_drawn_waits(alts):
+def test_launches_says_how_long_the_last_drawn_kernel_waits(alts):
     def span(cat, ts, number):
         return {"ph": "X", "cat": cat, "ts": ts, "dur": 5.0, "args": {"correlation": number}}
 

@@ -98,7 +98,7 @@ def test_show_parts_draws_the_sizes_that_the_replicas_saw(monkeypatch):
     show_parts(nn.Linear(32, 10).to(gpus[0]), torch.randn(13, 32), gpus)
     (picture,) = shown
     assert "7 × 32 on vgpu:0, 6 × 32 on vgpu:1" in picture.alt
-    assert "330 parameters" in picture.alt and "13 × 10 in all" in picture.alt
+    assert "330 parameters" in picture.alt and "13 × 10 in total" in picture.alt
     # Where backward runs is a question that the lesson asks after this figure.
     assert "gradients" not in picture.alt
     show_parts(nn.Linear(32, 10).to(gpus[0]), torch.randn(13, 32), gpus, backward=True)
@@ -110,4 +110,4 @@ def test_iteration_marks_the_peak_of_each_step(steps, monkeypatch):
     monkeypatch.setattr("helpers.plots.style.display", shown.append)
     plots.iteration(steps)
     # More than after either step: the peak occurs during the second step.
-    assert "at its peak 4 KiB" in shown[0].alt
+    assert "4 KiB at its peak" in shown[0].alt
