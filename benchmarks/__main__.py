@@ -1,7 +1,7 @@
 """Run every benchmark and write RESULTS.md: ``python -m benchmarks [name ...]``.
 
-Each script beside this file has ``main() -> str``, a Markdown section. A name keeps the other
-sections of RESULTS.md as they are.
+Each script in this folder has ``main() -> str``, which returns a Markdown section. If names are
+passed, only their sections of RESULTS.md are replaced.
 """
 
 import importlib
@@ -19,7 +19,7 @@ RESULTS = HERE / "RESULTS.md"
 
 
 def head() -> str:
-    """What was measured on, in general terms."""
+    """Describe the machine and the versions, in general terms."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if os.name == "posix" else 0
     size = f", {memory / 2**30:.0f} GiB of memory" if memory else ""
     return (
@@ -35,7 +35,7 @@ def main() -> None:
     wanted = sys.argv[1:] or scripts
     unknown = set(wanted) - set(scripts)
     if unknown:
-        sys.exit(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(scripts)}")
+        sys.exit(f"unknown benchmarks: {', '.join(unknown)}; available: {', '.join(scripts)}")
     kept = {}
     if RESULTS.exists():
         for name, text in re.findall(

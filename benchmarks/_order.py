@@ -1,11 +1,11 @@
-"""Whether a prediction would choose as a measurement does, and how far off it is."""
+"""How well predictions rank configurations compared with measurements, and how far off they are."""
 
 import itertools
 from collections.abc import Sequence
 
 
 def order(published: Sequence[float], predicted: Sequence[float]) -> str:
-    """How many pairs of rows the prediction puts in their order; equal rows have none."""
+    """Say how many pairs of rows are predicted in the published order, not counting equal rows."""
     pairs = list(itertools.combinations(zip(published, predicted, strict=True), 2))
     differing = [(one, other) for one, other in pairs if one[0] != other[0]]
     right = sum((one[0] < other[0]) == (one[1] < other[1]) for one, other in differing)
@@ -15,7 +15,7 @@ def order(published: Sequence[float], predicted: Sequence[float]) -> str:
 def ordered_share(
     published: Sequence[float], predicted: Sequence[float], least: float = 0.03
 ) -> tuple[float, int]:
-    """The share of pairs in their order, and how many differ by ``least`` or more."""
+    """Return the fraction of pairs in the right order, of those that differ by at least ``least``, and their number."""
     pairs = itertools.combinations(zip(published, predicted, strict=True), 2)
     differing = [(one, other) for one, other in pairs if abs(one[0] / other[0] - 1) >= least]
     right = sum((one[0] < other[0]) == (one[1] < other[1]) for one, other in differing)
@@ -23,5 +23,5 @@ def ordered_share(
 
 
 def mean(errors: Sequence[float]) -> float:
-    """Of absolute errors."""
+    """Return the mean of the absolute errors."""
     return sum(map(abs, errors)) / len(errors)

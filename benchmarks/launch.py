@@ -1,10 +1,10 @@
-"""Seconds until ranks have talked and ended: launch.run beside three other ways to start them.
+"""Time until ranks have communicated and exited: launch.run compared with three other launchers.
 
-Each rank joins a gloo group, takes part in one ``all_reduce`` and ends. A fresh Python process
-makes a first call and later ones, as a notebook does when a cell is run again; torchrun is a new
-command each time. accelerate is measured where it can be imported: ``make bench`` puts it into a
-folder of its own, since the course does not need it. ``make bench ARGS=launch`` measures this
-alone and writes it to RESULTS.md.
+Each rank joins a gloo group, takes part in one ``all_reduce`` and exits. A fresh Python process
+makes a first call and later ones, like a notebook whose cell is run again; torchrun is a new
+command each time. accelerate is measured if it can be imported: ``make bench`` installs it into a
+separate folder, since the course doesn't need it. ``make bench ARGS=launch`` runs only this
+benchmark and writes its results to RESULTS.md.
 """
 
 import argparse
@@ -32,14 +32,14 @@ SCRIPT = str(Path(__file__).resolve())
 
 
 def talk(rank: int, world_size: int) -> None:
-    """What every rank does under every way to start it, once it has its group."""
+    """Do what every rank does with every launcher, once it has its group."""
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == world_size
 
 
 def join_and_talk() -> None:
-    """The same where joining the group is left to the function."""
+    """Do the same as ``talk`` where the function itself must join the group."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     talk(dist.get_rank(), dist.get_world_size())
@@ -47,7 +47,7 @@ def join_and_talk() -> None:
 
 
 def spawned(rank: int, world_size: int, port: int) -> None:
-    """The same where the environment is left to the function as well."""
+    """Do the same where the function must set the environment, too."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     join_and_talk()
@@ -60,8 +60,8 @@ def free_port() -> int:
 
 
 def call(peer: str, ranks: int) -> None:
-    """Start that many ranks in one of the ways, and wait until they have ended."""
-    # Each way is imported where it is used, so that the ranks of the others do not load it.
+    """Start that many ranks with one of the launchers, and wait until they have exited."""
+    # Each launcher is imported where it's used, so the other launchers' ranks don't load it.
     if peer == "launch.run":
         from vgpu import launch
 
@@ -85,7 +85,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def fresh_process(peer: str, ranks: int) -> list[float]:
-    """Seconds of a first and of later calls in a Python process that has only imported torch."""
+    """Return the seconds of a first call and of later ones in a Python process that has only imported torch."""
     done = subprocess.run(
         [sys.executable, SCRIPT, "--calls", peer, str(ranks)],
         check=True,
@@ -101,7 +101,7 @@ def loopback() -> str:
 
 
 def main() -> str:
-    """The section of RESULTS.md: a table of seconds, then ratios of the same run."""
+    """Return the section of RESULTS.md: a table of seconds, then ratios from the same run."""
     peers = [p for p in PEERS if p != "notebook_launcher" or importlib.util.find_spec("accelerate")]
     rows, ratios = [], []
     for ranks in RANKS:
@@ -123,11 +123,11 @@ def main() -> str:
             f"exited. Later calls are the median of {LATER_CALLS} in the same process; the last column is "
             f"their ratio to launch.run's.{missing}",
             "",
-            "| ranks | started by | first call, s | later calls, s | times launch.run |",
+            "| ranks | started by | first call, s | later calls, s | relative to launch.run |",
             "|---|---|---|---|---|",
             *rows,
             "",
-            f"Later calls of mp.spawn take {', '.join(ratios)} as long as those of launch.run. The "
+            f"Later calls of mp.spawn take {', '.join(ratios)} as long as launch.run's. The "
             "first call of launch.run starts the forkserver, which imports torch once. "
             "notebook_launcher forks the notebook itself, which isn't safe once the notebook has used "
             "a GPU or threads.",
@@ -137,8 +137,10 @@ def main() -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--join", action="store_true", help="be a rank that torchrun has started")
-    parser.add_argument("--calls", nargs=2, metavar=("WAY", "RANKS"), help="time calls, as JSON")
+    parser.add_argument("--join", action="store_true", help="run as a rank started by torchrun")
+    parser.add_argument(
+        "--calls", nargs=2, metavar=("WAY", "RANKS"), help="time calls, and print JSON"
+    )
     options = parser.parse_args()
     if options.join:
         join_and_talk()

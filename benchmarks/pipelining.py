@@ -1,10 +1,10 @@
-"""Two stages on two processes: torch.distributed.pipelining beside the same stages in turn.
+"""Two stages in two processes: torch.distributed.pipelining compared with the same stages in turn.
 
-Each process has one thread. In turn means one micro-batch at a time through both stages, forward
-and backward, before the next begins: the same schedule class with a single micro-batch, so only the
-overlap differs. Every repeat takes all ways one after the other, so that a neighbor's load falls on
-all of them, and also asks what the machine gives: how much two processes that only compute get done
-beside each other, against one after the other. ``python -m benchmarks pipelining`` writes the result to RESULTS.md.
+Each process has one thread. "In turn" means that one micro-batch at a time goes through both stages,
+forward and backward, before the next begins: it's the same schedule class with a single micro-batch,
+so only the overlap differs. Every repeat runs all ways one after the other, so that load from other
+programs affects all of them, and also measures the machine: how much faster two processes that only
+compute are at the same time than one after the other. ``python -m benchmarks pipelining`` writes the result to RESULTS.md.
 """
 
 import os
@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from vgpu import launch
 
 MICRO_BATCHES = (4, 8, 16)
-ROWS, WIDTH, LAYERS = 64, 512, 6  # of a micro-batch, of a layer, of a stage
+ROWS, WIDTH, LAYERS = 64, 512, 6  # per micro-batch, of a layer, per stage
 REPEATS = 15
 
 
@@ -38,13 +38,13 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def compute(stage: nn.Module, parts: tuple[torch.Tensor, ...]) -> None:
-    """All forward and backward passes of a stage, without anybody else."""
+    """Run all forward and backward passes of a stage, without communication."""
     for part in parts:
         loss(stage(part), part).backward()
 
 
 def cores_s(rank: int, stage: nn.Module, parts: tuple[torch.Tensor, ...]) -> tuple[float, float]:
-    """Seconds of the two ranks' computing, one after the other and beside each other."""
+    """Return the seconds that the two ranks compute one after the other, and at the same time."""
     marks_s = []
     for turns in ((0, 1), (None,)):
         dist.barrier()
@@ -58,7 +58,7 @@ def cores_s(rank: int, stage: nn.Module, parts: tuple[torch.Tensor, ...]) -> tup
 
 
 def rank_times(rank: int, world_size: int, micro_batches: int) -> dict[str, list[float]]:
-    """Seconds of each repeat of each way; the gradients of all ways are compared on the rank."""
+    """Return each way's seconds in each repeat, after comparing the gradients of all ways."""
     torch.set_num_threads(1)
     stage = PipelineStage(make_stages()[rank], rank, world_size, torch.device("cpu"))
     torch.manual_seed(1)
@@ -80,7 +80,7 @@ def rank_times(rank: int, world_size: int, micro_batches: int) -> dict[str, list
             for part, target in zip(inputs, targets, strict=True):
                 schedule.step(part) if rank == 0 else schedule.step(target=target)
             dist.barrier()
-            if repeat >= 2:  # the first two learn shapes, and warm up
+            if repeat >= 2:  # the first two infer shapes, and warm up
                 times_s[way].append(time.perf_counter() - begin_s)
             gradients.append([parameter.grad for parameter in stage.submod.parameters()])
         for other in gradients[1:]:
@@ -93,7 +93,7 @@ def rank_times(rank: int, world_size: int, micro_batches: int) -> dict[str, list
 
 
 def row(micro_batches: int) -> list[str]:
-    """Lines of the table for one number of micro-batches."""
+    """Return the table's lines for one number of micro-batches."""
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     times_s = launch.run(rank_times, 2, micro_batches)[0]
     best = 2 * micro_batches / (micro_batches + 1)
@@ -114,23 +114,23 @@ def row(micro_batches: int) -> list[str]:
 
 
 def main() -> str:
-    """The section of RESULTS.md."""
+    """Return the section of RESULTS.md."""
     return "\n".join(
         [
-            "## Pipelining on two processes",
+            "## Pipelining in two processes",
             "",
-            "Two processes of one thread each run the forward and backward passes of a training step, one "
+            "Two processes with one thread each run the forward and backward passes of a training step, one "
             f"stage per process ({LAYERS} layers of width {WIDTH} per stage, {ROWS} rows per micro-batch). "
             "torch.distributed.pipelining over gloo is compared with running the same stages in turn, "
-            f"one micro-batch at a time. Times are medians of {REPEATS} repeats. *Times faster* is the "
-            "median of the ratios within each repeat, and *middle half* the range of the middle half of "
-            "these ratios. The bound for m micro-batches is 2 m / (m + 1), on two idle cores and without "
-            "any copies. *Machine* is how many times faster the two stages compute at the same time than "
-            "one after the other, without sending anything, measured in the same repeats: 2 on two idle "
-            "cores, and less when other programs use them. *Load* is the number of processes that wanted a "
-            "core in the minute before.",
+            f"one micro-batch at a time. Times are medians of {REPEATS} repeats. *Speedup* is the "
+            "median of the ratios within each repeat, and *middle half* is the range of the middle half of "
+            "these ratios. The bound for m micro-batches is 2 m / (m + 1), with two idle cores and no "
+            "copies. *Machine* is how many times faster the two stages compute at the same time than "
+            "one after the other, without sending anything, measured in the same repeats: 2 with two idle "
+            "cores, and less when other programs use them. *Load* is the average number of runnable processes in the "
+            "minute before.",
             "",
-            "| micro-batches | schedule | in turn, ms | pipeline, ms | times faster | middle half "
+            "| micro-batches | schedule | in turn, ms | pipeline, ms | speedup | middle half "
             "| bound | machine | load |",
             "|---|---|---|---|---|---|---|---|---|",
             *[line for micro_batches in MICRO_BATCHES for line in row(micro_batches)],

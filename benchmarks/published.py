@@ -2,14 +2,14 @@
 
 Source: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md and asyncTP_llama3_h100_2025-
 06_torchtitan.md. The hosts have 8 H100s with 96 GB HBM2e (2.4 TB/s), NVLink inside, and 400 Gb/s per GPU
-between hosts. The runs are of Llama 3.1 with sequences of 8192, bfloat16 parameters, float32 reduction and
-AdamW; FSDP2, and tensor parallelism with sequence parallelism and a loss-parallel loss, are applied as
+between hosts. The runs are of Llama 3.1 with sequence length 8192, bfloat16 parameters, float32 reduction and
+AdamW; FSDP2, and tensor parallelism with sequence parallelism and loss parallelism, are applied as
 in torchtitan. Selective recomputation keeps attention's outputs and every second matmul of a block; full
 recomputation keeps only the block's input.
 
-One figure is fitted, to the first row: the efficiency of arithmetic on the average GPU, as a share of the
-H100's peak. How much GPUs differ is taken from a measurement elsewhere (SPREAD). Everything else comes from
-datasheets or is CostModel's default. float8 isn't predicted here (see published_methods.py). Llama 405B in a
+One figure is fitted, to the first row: the efficiency of arithmetic on the average GPU, as a fraction of the
+H100's peak. How much GPUs differ is taken from a measurement elsewhere (SPREAD). All other figures come from
+datasheets or are CostModel's defaults. float8 isn't predicted here (see published_methods.py). Llama 405B in a
 pipeline was published only with float8, so two of its schedules are compared with each other. Two
 rows were also published with asynchronous tensor parallelism, and are replayed with it. Two things aren't
 modeled: clocks that fall at a power limit, which is the likely reason why the gains of torch.compile and of
@@ -33,17 +33,17 @@ GPU = dataclasses.replace(
     memory_bandwidth_bytes_per_s=2.4e12,
 )
 SEQUENCE = 8192
-SPREAD = 0.016  # of products on 392 V100s of one cluster: source at CostModel.speed_spread
+SPREAD = 0.016  # of matmul times on 392 V100s in one cluster: source at CostModel.speed_spread
 
 
 class Row(NamedTuple):
     model: str
     gpus: int
     tensor_parallel: int
-    batch: int  # of the GPUs that share a tensor
+    batch: int  # per tensor-parallel group
     checkpoints: str  # "selective" or "full"
     compiled: bool
-    tokens_per_s: float  # of one GPU
+    tokens_per_s: float  # per GPU
     reserved_gib: float | None = None
     async_tokens_per_s: float | None = None  # with asynchronous tensor parallelism
 
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
     @property
     def flop_per_token(self) -> float:
-        """Of the model, forward and backward, without what is computed again."""
+        """Return the model's FLOPs, forward and backward, without recomputation."""
         return estimate.flop_per_token(LLAMA[self.model], SEQUENCE)
 
 
@@ -70,14 +70,14 @@ ROWS = (
     Row("8B", 128, 1, 2, "selective", False, 5605, 67.0),
     Row("8B", 128, 1, 2, "selective", True, 6514, 62.0),
     Row("8B", 64, 8, 12, "selective", True, 4378, None, 4809),
-    # Its memory was published with float8 only, which takes 0.2 GiB less in the rows of 8B.
+    # Its memory was published with float8 only, which takes 0.2 GiB less in the 8B rows.
     Row("70B", 256, 8, 16, "full", True, 597, 71.9, 652),
 )
 FITTED = ROWS[0]
 
 
 class Pipelined(NamedTuple):
-    """Llama 405B on 512 GPUs: FSDP 8 × TP 8 × PP 8, batch 32, full checkpoints, compiled."""
+    """Llama 405B on 512 GPUs: FSDP 8 × TP 8 × PP 8, batch 32, full recomputation, compiled."""
 
     chunks: int
     tokens_per_s: float  # with float8 and asynchronous tensor parallelism
@@ -102,14 +102,14 @@ PIPELINES = (Pipelined(1, 100, 82.5), Pipelined(2, 128, 72.7))
 _MICRO_BATCHES = (8, 32)
 _PIPELINES = (
     "Llama 405B ran on 512 GPUs (FSDP 8 × TP 8 × PP 8, batch 32, full recomputation, torch.compile) with "
-    "1F1B, and with interleaved 1F1B in two chunks. Both were published only with float8 and asynchronous tensor "
+    "1F1B, and with interleaved 1F1B with two chunks. Both were published only with float8 and asynchronous tensor "
     "parallelism, so we compare their ratio. The number of micro-batches wasn't published. 8, the number "
-    "of stages, was the default at 9dec370, the commit of torchtitan that was measured "
-    "(`pipeline_parallel_microbatches` in torchtitan/config_manager.py), and 32 is the most that a batch "
-    "of 32 allows."
+    "of stages, was the default at 9dec370, the torchtitan commit that was measured "
+    "(`pipeline_parallel_microbatches` in torchtitan/config_manager.py), and 32 is the maximum for a batch "
+    "of 32."
 )
 _FLOAT8 = (
-    "These predictions are for bfloat16; the section on float8 has 8B and 70B. With asynchronous tensor "
+    "These predictions are for bfloat16; the section on float8 covers 8B and 70B. With asynchronous tensor "
     "parallelism, float8 made 70B 1.44 times as fast, and 8B 1.16 times (942 instead of 652 "
     "tokens/s/GPU, and 5,570 instead of 4,809; asyncTP_llama3_h100_2025-06_torchtitan.md), so bfloat16 "
     "should be slower than the published figures for 405B by about as much. With asynchronous tensor "
@@ -125,15 +125,15 @@ _NOT_KEPT = (
 _PIECES = (
     "The gain is overestimated, but not because the wrong collectives and matmuls overlap here: PyTorch's "
     "own pass, run on a block compiled for eight ranks, finds the same pairs, with the same copies for "
-    "the weights' gradients (`vgpu/time/compiler_passes.py` lists what else it copies, about 1 % of a "
+    "the weights' gradients (`vgpu/time/compiler_passes.py` lists what else it copies, about 1% of a "
     "step). It's the steps without asynchronous tensor parallelism that stand out. Whenever a change "
-    "leaves less of a step to anything but matmuls and attention, whether torch.compile or this one, the "
-    "prediction becomes too fast:"
+    "leaves a smaller part of a step to anything but matmuls and attention, whether it's torch.compile or "
+    "asynchronous tensor parallelism, the prediction becomes too fast:"
 )
 _POWER = (
     "The likely reason is power, although no published clock rate proves it: these GPUs were limited to "
     "500 W of their 700 W (torchtitan says so, and that a higher limit could make them faster), and the "
-    "more of a step is matmuls, the lower the clock. A model of that would need the measured power of "
+    "larger the matmuls' part of a step, the lower the clock. A model of that would need the measured power of "
     "every kernel; here there is one clock, set by the first row. Two more effects that could cost some "
     "of the gain are left out: copies take memory bandwidth from the matmuls that run at the same time, "
     "and ranks wait for each other between pieces."
@@ -141,7 +141,7 @@ _POWER = (
 
 
 def fitted_share() -> float:
-    """The share of arithmetic's peak at which the fitted row is met."""
+    """Return the fraction of peak arithmetic at which the prediction matches the fitted row."""
     step = predict(FITTED.plan, speed_spread=SPREAD)
     return vgpu.fit_share(
         lambda share: vgpu.replay(step.timeline, arithmetic_share=share).makespan_s,
@@ -157,10 +157,10 @@ def main() -> str:
         "These are runs of Llama 3.1 with PyTorch's own FSDP2 and tensor parallelism on H100s (torchtitan, "
         "December 2024 and June 2025); the docstring of `benchmarks/published.py` explains the method. "
         f"Fitted to the first row, arithmetic reaches {share:.3f} of the peak on the average GPU. Matmul "
-        f"times differ by {SPREAD:.1%} from GPU to GPU (the standard deviation on 392 V100s of one "
+        f"times differ by {SPREAD:.1%} from GPU to GPU (the standard deviation on 392 V100s in one "
         "cluster), and all GPUs wait for the slowest. The trivial predictor gives every row the first "
         "row's FLOP/s. Memory is what PyTorch's allocator reserves, from a replay of every allocation; "
-        "the last column is the peak of what tensors take. The version of PyTorch matters, too: since "
+        "the last column is the peak of allocated bytes. The version of PyTorch matters, too: since "
         "2.15, FSDP2 casts gradients to float32 while it arranges them for their reduce-scatter; 2.14.1 "
         "launches one more kernel, and the fitted figure is 0.586.",
         "",
@@ -191,7 +191,7 @@ def main() -> str:
 
 
 def async_tp(rows: list[tuple[Row, Step]]) -> list[str]:
-    """The rows that were published with asynchronous tensor parallelism too, as Markdown."""
+    """Return the rows that were also published with asynchronous tensor parallelism, as Markdown."""
     lines = [
         "With asynchronous tensor parallelism (`async_tp=True`) and the same fitted figure:",
         "",
@@ -217,7 +217,7 @@ def async_tp(rows: list[tuple[Row, Step]]) -> list[str]:
         "",
         _PIECES,
         "",
-        "| what changes | GPUs | gain, published | predicted | too much by | in matmuls, before | "
+        "| what changes | GPUs | gain, published | predicted | excess | in matmuls, before | "
         "after |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -243,13 +243,13 @@ def _measured(one: tuple[Row, Step]) -> _Measured:
 
 
 def _in_products(timeline: vgpu.Timeline) -> float:
-    """The share of a step in which the GPU multiplies matrices, attention's included."""
+    """Return the fraction of a step that the GPU spends in matmuls, including attention's."""
     busy_s = sum(e.end_s - e.start_s for e in timeline.events if e.kind == "kernel" and e.flop)
     return busy_s / timeline.makespan_s
 
 
 def pipelines(costs: dict[str, float]) -> list[str]:
-    """The schedules of 405B beside each other, as Markdown."""
+    """Return a comparison of the 405B schedules, as Markdown."""
     lines = [
         _PIPELINES,
         "",
@@ -283,7 +283,7 @@ def _compared(count: str, how: str, plain: tuple[float, float], other: tuple[flo
 
 
 def _few_and_many(found: dict[Row, Step]) -> str:
-    """How much slower 128 GPUs are than 8, and what that comes from."""
+    """Say how much slower 128 GPUs are than 8, and why."""
     few, many = ROWS[0], ROWS[2]
 
     def slower(
@@ -296,8 +296,8 @@ def _few_and_many(found: dict[Row, Step]) -> str:
     taken, taken_by_few = {"collective_processors": 16}, {"collective_processors": 24}
     slow = {**taken, "network_share": 0.2}
     return (
-        f"A step on 128 GPUs hides its gathers as one on 8 does, and each GPU updates fewer parameters. "
-        f"If all GPUs were alike, the speed per GPU would change by {slower(alike, alike)}. Waiting for "
+        f"A step on 128 GPUs hides its gathers like one on 8, and each GPU updates fewer parameters. "
+        f"If all GPUs were identical, the speed per GPU would change by {slower(alike, alike)}. Waiting for "
         f"the slowest of 128 instead of 8 makes that {slower()}; the published change is "
         f"{many.tokens_per_s / few.tokens_per_s - 1:+.1%}. NCCL's kernels take multiprocessors from the "
         "kernels that they run alongside: with 24 of 132 on 8 GPUs, as NCCL prints, and 16 on 128 GPUs, "
@@ -309,7 +309,7 @@ def _few_and_many(found: dict[Row, Step]) -> str:
 
 
 def _own_time() -> str:
-    """What the prediction of two steps and their memory costs this machine."""
+    """Say how long predicting two steps and their memory takes on this machine."""
     begin_s = time.process_time()
     predict(Row("8B", 512, 1, 2, "selective", False, 0.0).plan)
     return (

@@ -1,21 +1,21 @@
 """Predict FSDP training runs that others measured: MosaicML's MPT, and IBM's Llama 2.
 
-Sources: mosaicml/llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48 (about half of its rows of
-H100s are in ``rows/mpt_h100.csv``); foundation-model-stack/fms-fsdp, README at 5a296af. ``python -m
-benchmarks.published_fsdp FILE.csv`` tries another file in llm-foundry's format, with one model of GPU.
+Sources: mosaicml/llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48 (about half of its H100 rows
+are in ``rows/mpt_h100.csv``); foundation-model-stack/fms-fsdp, README at 5a296af. ``python -m
+benchmarks.published_fsdp FILE.csv`` runs on another file in llm-foundry's format, with one GPU model.
 
 MPT has GELU, learned positions, LayerNorm in 16 bits and a vocabulary of 50,368, and wasn't compiled. We
 assume that "DEFAULT" reduces gradients in float32 and "PURE" in bfloat16. Its attention is the first
 generation of FlashAttention, in Triton (attn_impl in scripts/train/benchmarking/submit_benchmarks.py; sweep.py
-in the same folder has CUDA's of the same time for some models). Rows in fp8 are left out. The network of the
+in the same folder uses the CUDA version of that time for some models). Rows in fp8 are left out. The network of the
 H100s isn't stated, so we assume 400 Gb/s per GPU; A100s had 1,600 Gb/s of RoCE per host.
 
-IBM used 128 A100s with 80 GB and 400 Gb/s per host, sequences of 4096, batch 2, torch.compile and bfloat16
+IBM used 128 A100s with 80 GB and 400 Gb/s per host, sequence length 4096, batch 2, torch.compile and bfloat16
 reduction. Its rotary embeddings use real numbers, which can be fused; those here are complex and can't.
 
 One figure is fitted in each table, to the row named there: the efficiency of arithmetic. How much GPUs differ
-is measured elsewhere (SPREAD). NCCL's kernels take two multiprocessors for each adapter of the host from the
-kernels that they run alongside (CostModel.collective_processors has the source).
+was measured elsewhere (SPREAD). NCCL's kernels take two multiprocessors per network adapter of the host from
+the kernels that they run alongside (CostModel.collective_processors has the source).
 """
 
 import csv
@@ -44,16 +44,20 @@ MPT = {  # layers, width, heads
 }
 GPUS = {  # by the first word of llm-foundry's names, with their memory in GB
     "h100_80gb": (vgpu.get_spec("H100"), "InfiniBand NDR"),
-    "a100_80gb": (A100_80, "InfiniBand HDR"),  # 200 Gb/s a GPU, as their RoCE
+    "a100_80gb": (A100_80, "InfiniBand HDR"),  # 200 Gb/s per GPU, like their RoCE
     "a100_40gb": (vgpu.get_spec("A100"), "InfiniBand HDR"),
 }
-FITTED = ("7b", 2048, 8)  # model, sequence and GPUs of the row; else the file's first
+FITTED = (
+    "7b",
+    2048,
+    8,
+)  # model, sequence length and GPUs of the row; otherwise, the file's first row
 
 
 class Row(NamedTuple):
     name: str
     plan: Plan
-    tokens_per_s: float  # of one GPU
+    tokens_per_s: float  # per GPU
 
 
 class Predicted(NamedTuple):
@@ -67,7 +71,7 @@ class Predicted(NamedTuple):
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file of llm-foundry's, without those in fp8."""
+    """Return the rows of an llm-foundry file, without those in fp8."""
     with path.open(encoding="utf-8", newline="") as file:
         return [_row(row) for row in csv.DictReader(file) if "fp8" not in row["Precision"]]
 
@@ -105,7 +109,7 @@ def _ibm(sizes: TransformerSizes, layout: Layout, recompute: str, every: int = 1
         recompute,
         recompute_every=every,
         gpu=A100_80,
-        network="EFA p4d",  # four adapters of 100 Gb/s a host, as here
+        network="EFA p4d",  # four adapters of 100 Gb/s per host, as here
         reduce="bfloat16",
     )
 
@@ -113,7 +117,7 @@ def _ibm(sizes: TransformerSizes, layout: Layout, recompute: str, every: int = 1
 _SHARDED = Layout(dp_shard=128)
 IBM = [
     Row("7B", _ibm(_llama_2("7b", 11_008, 32), Layout(16, 8), "none"), 4550),
-    # Selective: every block that a share of about 0.39 chooses; here every third.
+    # Selective: IBM recomputed a fraction of about 0.39 of the blocks; here, it's every third block.
     Row("13B", _ibm(_llama_2("13b", 13_824, 40), _SHARDED, "full", 3), 2150),
     Row("34B", _ibm(_llama_2("34b", 22_016, 8), _SHARDED, "full"), 820),
     Row("70B", _ibm(_llama_2("70b", 28_672, 8), _SHARDED, "full"), 410),
@@ -121,7 +125,7 @@ IBM = [
 
 
 def flop_per_token(plan: Plan) -> float:
-    """With what is computed again, and the whole of the scores."""
+    """Return FLOPs per token, including recomputation and the full, unmasked scores."""
     flop = estimate.flop_per_token(plan.sizes, plan.sequence)
     return flop * (1 + 1 / 3 / plan.recompute_every) if plan.recompute == "full" else flop
 
@@ -132,7 +136,7 @@ def _processors(plan: Plan) -> int:
 
 
 def predicted(rows: list[Row], fitted: Row, **costs: object) -> tuple[list[Predicted], float]:
-    """Each row from the share of arithmetic that meets the fitted one, and that share."""
+    """Predict each row with the arithmetic efficiency that matches the fitted row; return that, too."""
     steps = [
         extrapolate(
             row.plan, speed_spread=SPREAD, collective_processors=_processors(row.plan), **costs
@@ -181,18 +185,18 @@ def main(path: Path = ROWS) -> str:
 
 _SEEN = (
     "The model's other figures (the speed of Triton's attention on an H100, what NCCL's kernels take from "
-    "those that run alongside, and which row is fitted) were chosen with these rows in view, so the errors "
-    "aren't those on unseen rows."
+    "those that run alongside, and which row is fitted) were chosen with these rows in view, so these "
+    "aren't errors on unseen rows."
 )
 _WHY = (
-    "The largest error, for 30b with sequences of 8192 on eight GPUs, is unexplained. Parameters, "
+    "The largest error, for 30b with sequence length 8192 on eight GPUs, is unexplained. Parameters, "
     "gradients and optimizer state take 60 of the 80 GB there, so PyTorch's allocator may have had to free "
-    "memory and request it again. From 128 to 512 GPUs, 3b lost 7.5 %. The slowest GPU and the "
+    "memory and request it again. From 128 to 512 GPUs, 3b lost 7.5%. The slowest GPU and the "
     "multiprocessors that NCCL takes explain a third of that. A latency of 40 µs per step of the ring "
     "would explain another third, but it isn't in the model: it's ten times NCCL's own figure, although "
-    "the all-gathers of the Ultra-Scale Playbook agree with it (250 GB/s on one host and 11 on 64 amount to "
+    "the all-gathers of the Ultra-Scale Playbook agree with it (250 GB/s on one host and 11 on 64 correspond to "
     "38 µs per step, and 300 GB/s). The rest may come from slow hosts (in MegaScale, Jiang et al., 2024, "
-    "0.5 % of the hosts are slower by 10 %)."
+    "0.5% of the hosts are 10% slower)."
 )
 
 
@@ -204,12 +208,12 @@ def _table(rows: list[Row], fitted: Row, **costs: object) -> list[str]:
         [each.row.tokens_per_s for each in found], [each.tokens_per_s for each in found]
     )
     lines = [
-        f"Fitted to {fitted.name} with sequences of {fitted.plan.sequence} on "
+        f"Fitted to {fitted.name} with sequence length {fitted.plan.sequence} on "
         f"{fitted.plan.layout.ranks} GPUs, arithmetic reaches {share:.3f} of the peak. The mean error is "
         f"{mean(errors):.1%}; the trivial predictor's is {mean(trivial):.1%}. Of {pairs} pairs of rows that "
-        f"differ by 3 % or more, {ordered:.1%} are predicted in the right order.",
+        f"differ by 3% or more, {ordered:.1%} are predicted in the right order.",
         "",
-        "| model | sequence | GPUs | batch | recompute | published | predicted | error | trivial |",
+        "| model | sequence length | GPUs | batch | recompute | published | predicted | error | trivial |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for each, error, other in zip(found, errors, trivial, strict=True):

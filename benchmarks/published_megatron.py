@@ -1,4 +1,4 @@
-"""Predict Megatron-LM's training runs on A100s, from one layer timed on a rank and a simulated schedule.
+"""Predict Megatron-LM's training runs on A100s, from a layer timed on one rank and a simulated schedule.
 
 Sources: Narayanan et al., 2021, Efficient large-scale language model training on GPU clusters
 (table 1: full recomputation, tensor and pipeline parallelism, interleaved where chunks are given);
@@ -6,10 +6,10 @@ Korthikanti et al., 2022, Reducing activation recomputation in large transformer
 The docstring of ``vgpu/plan/megatron.py`` explains how the time of a step is predicted.
 
 Two figures are fitted, to the first and the last row of the first paper: the efficiencies of arithmetic
-and memory, as shares of the A100's peaks. The table also shows what the first row alone gives, with
-CostModel's default for memory. How much GPUs differ is measured elsewhere (SPREAD). The second paper is
-predicted with the same two figures. It ran a later Megatron-LM, which sums gradients while the next matmul
-runs, and whose 1000 B takes 8 % less time than the first paper's with the same layout.
+and memory, as fractions of the A100's peaks. The table also shows predictions fitted to the first row alone, with
+CostModel's default for memory. How much GPUs differ was measured elsewhere (SPREAD). The second paper is
+predicted with the same two figures. It used a later Megatron-LM, which all-reduces gradients while the next matmul
+runs, and whose 1000B model takes 8% less time than the first paper's with the same layout.
 """
 
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from vgpu.plan.megatron_layers import GPTSizes
 
 
 class Seconds(NamedTuple):
-    """Korthikanti et al., table 5: seconds a step."""
+    """Seconds per step, from Korthikanti et al., table 5."""
 
     name: str
     run: Run
@@ -54,16 +54,16 @@ TABLE_5 = (
 
 
 _SMALL = (
-    "Waves of tiles that don't fill the A100 cost a few percent at most, in narrow and wide layers alike. "
-    "Wide layers are faster because their sums are longer, so less is written for the same FLOPs."
+    "Waves of tiles that don't fill the A100 cost a few percent at most, in both narrow and wide layers. "
+    "Wide layers are faster because their dot products are longer, so less is written for the same FLOPs."
 )
 
 
 def fitted_to_both() -> Shares:
-    """The shares at which the first and the last row are met.
+    """Return the efficiencies at which the predictions match the first and the last row.
 
-    The more of memory's peak is reached, the less of arithmetic's is left for the first row, and the
-    slower is the last one.
+    The higher memory's efficiency, the lower the arithmetic efficiency that matches the first row, and
+    the slower the last one.
     """
 
     def at(memory: float) -> Shares:
@@ -81,7 +81,7 @@ def fitted_to_both() -> Shares:
 
 
 def fitted_to_first() -> Shares:
-    """The share of arithmetic at which the first row is met, memory's as it is assumed."""
+    """Return the arithmetic efficiency that matches the first row, with memory's default efficiency."""
     assumed = vgpu.CostModel(vgpu.get_spec("A100")).memory_share
     return fitted(FITTED.run, seconds_at(FITTED.run, FITTED.tera), assumed, SPREAD)
 
@@ -131,14 +131,14 @@ def main() -> str:
 
 
 def _furthest(errors: list[float], shares: Shares) -> str:
-    """Of the row that errs most: whether its chunks bring what they should."""
+    """Say whether chunks explain the row with the largest error."""
     error, row = max(zip(errors, ROWS, strict=True), key=lambda pair: abs(pair[0]))
     plain = tera(row.run._replace(chunks=1), shares)
     return (
         f"The row with {row.name} billion parameters has the largest error, {error:+.1%}. Its "
         f"{row.run.chunks} chunks per rank shorten the bubble, and nothing else here distinguishes it from "
         f"its neighbors. With one chunk, the prediction would be {plain:.0f}, an error of "
-        f"{plain / row.tera - 1:+.1%}. So the model lacks what interleaving cost there: messages that wait "
+        f"{plain / row.tera - 1:+.1%}. So the model lacks the cost of interleaving there: messages that wait "
         "for each other, or smaller pieces of work."
     )
 
@@ -150,7 +150,7 @@ def _table_5(shares: Shares) -> list[str]:
         "predictor gives every row the same FLOP/s as in the first table.",
         "",
         "| parameters, 10⁹ | full, published | predicted | error | trivial | selective, published | "
-        "predicted | error | trivial | times faster, published | predicted |",
+        "predicted | error | trivial | speedup, published | predicted |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     errors, trivial = [], []

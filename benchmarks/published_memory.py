@@ -4,8 +4,8 @@ Sources: Korthikanti et al., 2022, Reducing activation recomputation in large tr
 (activations of the first stage; GiB); Rajbhandari et al., 2020, ZeRO (figure 1: 7.5 billion
 parameters with Adam in mixed precision on 64 GPUs; GB are 10⁹ bytes).
 
-Nothing is fitted. Activations are what a forward pass of two layers leaves allocated on a rank of the
-tensor-parallel group, times as many layers as the schedule keeps on its first device, without
+Nothing is fitted. Activations are the bytes that a forward pass of two layers leaves allocated on a rank of
+the tensor-parallel group, scaled to the layers that the schedule keeps on its first device, without
 embedding and loss, as in the paper. For ZeRO, we count what is allocated after a step, including gradients;
 the first two stages are written by hand, and the third is PyTorch's own fully_shard.
 """
@@ -30,7 +30,7 @@ class Row(NamedTuple):
     chunks: int
     micro_batches: int
     kept_gib: float  # without recomputation
-    selective_gib: float  # sequence parallel, and attention computed again
+    selective_gib: float  # sequence parallelism, and attention recomputed
 
 
 ROWS = (
@@ -43,7 +43,7 @@ TENSOR = 8
 
 
 def activations_gib(row: Row, recompute: str, sequence_parallel: bool) -> float:
-    """What the first stage keeps at most."""
+    """Return the peak of the activations that the first stage keeps."""
     if row.chunks > 1:
         schedule = schedules.interleaved(row.pipeline, row.micro_batches, row.chunks)
     else:
@@ -74,7 +74,7 @@ PUBLISHED_GB = (120.0, 31.4, 16.6, 1.9)
 
 
 class Sum(nn.Module):
-    """60 products of the same input, added up: 7.5 billion parameters."""
+    """The sum of 60 linear layers of the same input, with 7.5 billion parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Sum(nn.Module):
 
 
 def zero_bytes(stage: int) -> int:
-    """What one rank of 64 has allocated after a step, with ZeRO's stage 0 to 3."""
+    """Return the bytes that one rank of 64 has allocated after a step with ZeRO's stage 0 to 3."""
     with vgpu.cluster(GPUS // 8, gpu="A100", memory_bytes=2**38), vgpu.shapes_only():
         model = Sum().half().to("vgpu")
         assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS
@@ -99,7 +99,7 @@ def zero_bytes(stage: int) -> int:
 
 
 class _Adam:
-    """Adam on copies in float32, each rank's of its own part from stage 1 on."""
+    """Adam on float32 copies of the parameters; from stage 1 on, of each rank's own part."""
 
     def __init__(self, parameters: list[nn.Parameter], stage: int) -> None:
         self._parameters = parameters
@@ -111,7 +111,7 @@ class _Adam:
         self._hooks = [p.register_post_accumulate_grad_hook(self._scatter) for p in hooked]
 
     def _part(self, values: torch.Tensor) -> torch.Tensor:
-        """This rank's of the values, of which stage 3 has nothing else."""
+        """Return this rank's part of the values; in stage 3, they contain nothing else."""
         values = getattr(values, "to_local", lambda: values)()
         return values.flatten().chunk(GPUS)[dist.get_rank()] if self._cuts else values
 
@@ -125,7 +125,7 @@ class _Adam:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Once. The gradients stay, in float16; those in float32 go with the update."""
+        """Take a step. The float16 gradients stay; the float32 ones are freed after the update."""
         for copy, parameter in zip(self._copies, self._parameters, strict=True):
             gradient = self._gradients.get(parameter)
             if gradient is None:
@@ -139,7 +139,7 @@ class _Adam:
                 dist.all_gather_single(parameter.flatten(), copy.half())
             else:
                 self._part(parameter).copy_(copy)
-        for hook in self._hooks:  # they hold the parameters, which hold them
+        for hook in self._hooks:  # the hooks and the parameters refer to each other
             hook.remove()
 
 
@@ -147,7 +147,7 @@ def main() -> str:
     lines = [
         "## Published bytes, counted",
         "",
-        "The first table has the activations of the first stage in GiB (Korthikanti et al., 2022), without "
+        "The first table has the first stage's activations in GiB (Korthikanti et al., 2022), without "
         "recomputation, and with sequence parallelism and selective recomputation. Nothing is fitted.",
         "",
         "| parameters, 10⁹ | kept, published | counted | error | selective, published | counted | "

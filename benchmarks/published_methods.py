@@ -1,20 +1,20 @@
-"""Predict float8, context parallelism and experts as others measured them.
+"""Predict runs with float8, context parallelism and experts that others measured.
 
 Sources: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (tables 1 to 4) and
 asyncTP_llama3_h100_2025-06_torchtitan.md, on the H100s of ``published.py``: float8 with one scale per
 tensor, torch.compile. NVIDIA-NeMo/Automodel, docs/performance-summary.md of October 2025 with
 examples/benchmark/configs/qwen3_moe_30b_te_deepep.yaml: Qwen3 30B on eight H100s with 80 GB, FSDP2, a
-router that keeps experts equally busy, full recomputation. That router is ``FakeBalancedGate`` of
+router that keeps experts equally busy, full recomputation. That router is ``FakeBalancedGate`` in
 nemo_automodel/components/moe/layers.py (at 89e3a9f), which gives a token eight consecutive experts, all on one
 of the eight ranks; DeepEP sends a token once to each rank that has any of its experts. Its attention is
 Transformer Engine's, which is cuDNN's on an H100 and about as fast as FlashAttention-3 (vgpu/time/attention.py).
 
 The one fitted figure is that of ``published.py``, from a row in bfloat16. Steps are extrapolated from four
-and five layers. Left out are float8 that FSDP2 gathers, and asynchronous gathers of float8 that torch.compile
+and five layers. Left out are FSDP2's float8 all-gathers, and asynchronous float8 gathers that torch.compile
 overlaps with matmuls. For Qwen3, we also leave out the norms of queries and keys, and the kernels of
-Transformer Engine and DeepEP, in place of which elementwise operations are fused here. Its experts aren't
-shared by ranks, so they are bfloat16 and not sharded there; here they are cast from float32 for each forward
-and backward.
+Transformer Engine and DeepEP; elementwise operations are fused here instead. Its experts aren't
+shared by ranks, so there they are bfloat16 and not sharded; here, they are cast from float32 for each
+forward and backward.
 """
 
 from typing import NamedTuple
@@ -28,13 +28,13 @@ from vgpu.plan.transformer import LLAMA, TransformerSizes
 class Row(NamedTuple):
     name: str
     plan: Plan
-    tokens_per_s: float  # of one GPU
+    tokens_per_s: float  # per GPU
     async_tokens_per_s: float | None = None
     attention: str = "flash 2"
 
 
 def _on_a_line(first: float, second: float, times: int) -> float:
-    """Tokens/s at so many times the first length, if seconds a token grow as from once to twice it."""
+    """Extrapolate tokens/s to ``times`` the first length, with seconds per token linear in the length."""
     return 1 / (1 / first + (times - 1) * (1 / second - 1 / first))
 
 
@@ -44,10 +44,10 @@ _SHORT, _TWICE, _FOUR_TIMES, _EIGHT_TIMES = (
     1071,
     548,
 )  # 8B, by length, from 32,768 tokens on
-_LARGE = 76, 47, 31, 16  # 405B in table 6, by the same lengths, with tensors and stages of 8
+_LARGE = 76, 47, 31, 16  # 405B in table 6, by the same lengths, with tp 8 and pp 8
 _WHY = (
-    "Asynchronous tensor parallelism gains too little with float8, since only its reduce-scatters are split "
-    "into pieces here, and its gathers aren't.\n\n"
+    "The predicted gain of asynchronous tensor parallelism with float8 is too small, since only reduce-scatters are split "
+    "into pieces here, and gathers aren't.\n\n"
     "The two longest sequences are unexplained: no model in which attention's work grows with the length could "
     "match both them and the other two. If the seconds per token kept growing beyond 65,536 tokens as they do up "
     f"to there, the speed would be {_on_a_line(_SHORT, _TWICE, 4):,.0f} tokens/s at 131,072 and "
@@ -56,13 +56,13 @@ _WHY = (
     f"GPUs of the same kind reaches {_LARGE[2]} and {_LARGE[3]} tokens/s at these lengths, where its first two "
     f"figures, {_LARGE[0]} and {_LARGE[1]}, would give {_on_a_line(*_LARGE[:2], 4):.0f} and "
     f"{_on_a_line(*_LARGE[:2], 8):.0f}. The prediction follows torchtitan's default at 9dec370, the commit that "
-    "file names (keys and values are gathered, and each rank has a part from the front and one from the end); "
+    "file names (keys and values are gathered, and each rank has a chunk from the start and one from the end); "
     "whether the published runs did the same isn't stated. Without such balancing, the last of 4 or 8 ranks takes "
     "1.75 or 1.88 times the mean, which is about what attention took in these two rows; but the last of 2 takes "
     "1.5 times, and attention took 1.2 times in that row. In the two shorter rows, a fifth to a third of "
     "attention's time is missing from the prediction: their GPUs were limited to 500 W, and the speed of "
     "FlashAttention-2 was measured on others.\n\n"
-    "The GPUs of Qwen3's row weren't limited to 500 W, unlike those that arithmetic is fitted to."
+    "The GPUs of Qwen3's row weren't limited to 500 W, unlike those of the row that arithmetic is fitted to."
 )
 
 
@@ -112,7 +112,7 @@ def main() -> str:
         "",
         "These are runs of Llama 3.1 with float8 matmuls and torch.compile (torchtitan), and of Qwen3 30B "
         "(NeMo AutoModel); the docstring of `benchmarks/published_methods.py` explains the method. Nothing is "
-        f"fitted to these rows: arithmetic reaches {costs['arithmetic_share']:.3f} of the peak, in float8 too, "
+        f"fitted to these rows: arithmetic reaches {costs['arithmetic_share']:.3f} of the peak, even in float8, "
         "as fitted to the first of the published training runs above. The trivial predictor gives every row "
         "that run's FLOP/s.",
         "",

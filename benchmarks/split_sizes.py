@@ -1,15 +1,15 @@
-"""The published model-parallel experiment, predicted: ResNet-50 on two GPUs, nine split sizes.
+"""Predict the published model-parallel experiment: ResNet-50 on two GPUs, nine split sizes.
 
 Published (PyTorch tutorial "Single-Machine Model Parallel Best Practices", 2019): 3 batches of 120
-images of 128x128; one GPU 3.75 s, its layers on two GPUs 4.02 s, a pipeline with pieces of 20
-2.51 s, the best piece 12 with 2.43 s. Its clock stops when the host returns from the last
+images of 128x128; one GPU takes 3.75 s, its layers on two GPUs 4.02 s, a pipeline with pieces of
+20 2.51 s, and the best size, 12, 2.43 s. Its clock stops when the host returns from the last
 ``optimizer.step()``, without waiting for the GPUs, and so does ours (``host_s``). Lessons 08 and 09
-wait for the GPUs (``makespan_s``): the fitted share is another, the speeds differ by under 2 points.
+wait for the GPUs (``makespan_s``): their fitted share differs, and the speeds by under 2 points.
 
-One figure is fitted, to the 3.75 s of one GPU: which share of a K80's arithmetic is reached. The
-shares of its memory and of the links are those that ``CostModel`` assumes; a second table moves
-them. The tutorial names neither the GPU nor how its two GPUs were joined. A K80, common in 2019, is
-our assumption; for the link both possibilities of such machines are in the table.
+One figure is fitted, to the 3.75 s of one GPU: the fraction of a K80's peak arithmetic that is reached.
+The fractions for memory and links are ``CostModel``'s defaults; another table varies them. The
+tutorial names neither the GPU nor the link between its two GPUs. A K80, common in 2019, is our
+assumption; for the link, the tables have both possibilities for such machines.
 """
 
 import time
@@ -39,12 +39,12 @@ Costs = dict[str, float]  # fields of CostModel
 LEFT_OUT = (
     "The model leaves out first runs, which load libraries and allocate memory (each published mean of "
     "ten includes one), small kernels that don't fill the GPU, the algorithm that cuDNN picks for a size, "
-    "batch norm's second pass, the CPU's time to create a batch, and clocks that drop with heat.\n"
+    "batch norm's second pass, the CPU's time to create a batch, and clocks that drop as the GPU heats up.\n"
 )
 
 
 class TwoStages(nn.Module):
-    """ResNet-50 in two halves, the second on another GPU, fed in pieces of ``split_size``."""
+    """ResNet-50 in two halves on two GPUs, which processes a batch in pieces of ``split_size``."""
 
     def __init__(self, split_size: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class TwoStages(nn.Module):
         waiting = self.first(next(pieces)).to("vgpu:1")
         outputs = []
         for piece in pieces:
-            # The second GPU has its work before the first one's next piece is handed over.
+            # The second GPU gets its work before the first GPU's next piece is launched.
             outputs.append(self.second(waiting))
             waiting = self.first(piece).to("vgpu:1")
         outputs.append(self.second(waiting))
@@ -72,8 +72,8 @@ def one_gpu() -> nn.Module:
 
 
 def train(model: nn.Module) -> None:
-    """The published training: random images, MSE, three steps."""
-    # What that version of PyTorch did: a loop over parameters, and gradients of zeros.
+    """Run the published training: random images, MSE, three steps."""
+    # As in PyTorch at that time: a loop over parameters, and gradients set to zero.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, foreach=False)
     for _ in range(3):
         images, labels = torch.randn(120, 3, 128, 128), torch.zeros(120, 1000)
@@ -84,7 +84,7 @@ def train(model: nn.Module) -> None:
 
 
 def recorded(model: nn.Module) -> vgpu.Timeline:
-    """The published training of a new model, whose first gradients are not yet there."""
+    """Record the published training of a new model, which doesn't have gradients yet."""
     with vgpu.record() as timeline:
         train(model)
     return timeline
@@ -95,9 +95,9 @@ def seconds(training: vgpu.Timeline, costs: Costs) -> float:
 
 
 def fitted(alone: vgpu.Timeline, **assumed: float) -> Costs:
-    """What is assumed, and the share of arithmetic's peak with which one GPU takes ONE_GPU_S.
+    """Return the assumptions plus the fraction of peak arithmetic at which one GPU takes ONE_GPU_S.
 
-    alone: the training on one GPU.
+    ``alone`` is the training on one GPU.
     """
 
     def one_gpu_s(share: float) -> float:
@@ -107,7 +107,7 @@ def fitted(alone: vgpu.Timeline, **assumed: float) -> Costs:
 
 
 def predict(link: str, costs: Costs) -> Iterator[tuple[str, float, float | None]]:
-    """(what, predicted seconds, published seconds or None)."""
+    """Yield (name, predicted seconds, published seconds or None)."""
     with vgpu.enable(2, gpu=GPU, link=link), vgpu.shapes_only():
         yield "one GPU (fitted)", seconds(recorded(one_gpu()), costs), ONE_GPU_S
         yield "two GPUs, layer by layer", seconds(recorded(TwoStages(120)), costs), TWO_GPUS_S
@@ -117,7 +117,7 @@ def predict(link: str, costs: Costs) -> Iterator[tuple[str, float, float | None]
 
 
 def table(link: str, costs: Costs) -> tuple[str, float]:
-    """The rows for one link as Markdown, and the seconds that the sweep took."""
+    """Return the rows for one link as Markdown, and the seconds that the sweep took."""
     started = time.perf_counter()
     rows, sizes_s = [], {}
     for name, predicted_s, published_s in predict(link, costs):
@@ -132,13 +132,13 @@ def table(link: str, costs: Costs) -> tuple[str, float]:
             rows.append(f"{row} {published_s:.2f} | {ONE_GPU_S / published_s - 1:+.1%} | {error} |")
     took_s = time.perf_counter() - started
     best = min(sizes_s, key=lambda name: sizes_s[name])
-    head = "| | predicted, s | speed | published, s | speed | error of time |\n|---|---|---|---|---|---|"
+    head = "| | predicted, s | speed | published, s | speed | error in time |\n|---|---|---|---|---|---|"
     text = "\n".join([head, *rows])
     return f"Link: {link}. Best: {best} (published: pieces of 12).\n\n{text}\n", took_s
 
 
 def moved(link: str) -> str:
-    """The published rows with other assumptions than CostModel's, the fit made anew for each."""
+    """Return the published rows with assumptions other than CostModel's, fitted again for each."""
     rows = []
     with vgpu.enable(2, gpu=GPU, link=link), vgpu.shapes_only():
         alone = recorded(one_gpu())
@@ -166,8 +166,8 @@ def main() -> str:
     return (
         "## The published split sizes, predicted\n\n"
         f"ResNet-50 trains on 3 batches of 120 images of 128x128, in virtual time on a {GPU} that reaches "
-        f"{costs['arithmetic_share']:.1%} of its arithmetic's peak (the one fitted figure), "
-        f"{model.memory_share:.0%} of its memory's and {model.link_share:.0%} of the link's "
+        f"{costs['arithmetic_share']:.1%} of its peak arithmetic (the one fitted figure), "
+        f"{model.memory_share:.0%} of its memory bandwidth and {model.link_share:.0%} of the link's "
         f"(assumed). {LEFT_OUT}\n"
         + "\n".join([*tables, moved(LINKS[1])])
         + f"\nFitting took {fit_s:.1f} s here, and a sweep over one GPU, two GPUs and nine sizes took "

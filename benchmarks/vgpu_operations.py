@@ -1,9 +1,10 @@
-"""What an operation costs on virtual GPUs: µs of dispatch, a training step, bytes of a tensor.
+"""Measure what operations cost on virtual GPUs: µs of dispatch, a training step, bytes of a tensor.
 
-The peers are torch's own tensors made of Python: FakeTensorMode (shapes only, as ``shapes_only``)
-and TwoTensor (a wrapper that computes, as a virtual tensor does), and plain CPU tensors. They take
-turns, so that a busy moment of the machine hits all of them; ratios compare neighbors. Of each turn
-the fastest of several short bursts counts, which nothing else interrupted.
+The peers are torch's own tensors written in Python, FakeTensorMode (shapes only, like
+``shapes_only``) and TwoTensor (a wrapper that computes, like a virtual tensor), and plain CPU
+tensors. They take turns, so that a busy moment of the machine affects all of them; ratios compare
+measurements from the same round. In each turn, the fastest of multiple short bursts counts, since
+it wasn't interrupted.
 """
 
 import resource
@@ -32,7 +33,7 @@ Case = Callable[[], AbstractContextManager[Calls]]
 
 
 def network() -> nn.Module:
-    """Small enough that dispatch, not arithmetic, takes the time; 12 modules."""
+    """Return 12 modules, small enough that dispatch dominates, not arithmetic."""
     return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(6)])
 
 
@@ -45,7 +46,7 @@ def calls(values: torch.Tensor, model: nn.Module, batch: torch.Tensor) -> Calls:
 
 
 def case(device: str, *blocks: Callable[[], AbstractContextManager]) -> Case:
-    """The calls with everything on ``device``, inside of ``blocks``."""
+    """Return the calls with everything on ``device``, inside ``blocks``."""
 
     @contextmanager
     def inside() -> Iterator[Calls]:
@@ -53,7 +54,7 @@ def case(device: str, *blocks: Callable[[], AbstractContextManager]) -> Case:
             for block in blocks:
                 stack.enter_context(block())
             values, batch = torch.ones(4, 4).to(device), torch.ones(4, 8).to(device)
-            # FakeTensorMode does not move a module, not even to where it is.
+            # FakeTensorMode can't move a module, not even to the device where it already is.
             model = network() if device == "cpu" else network().to(device)
             yield calls(values, model, batch)
 
@@ -85,7 +86,7 @@ CASES: dict[str, Case] = {
 
 
 def seconds(call: Callable[[], object], times: int) -> float:
-    """Seconds of one call, the mean of several in a row."""
+    """Return the seconds of one call, as the mean of multiple calls in a row."""
     started = time.perf_counter()
     for _ in range(times):
         call()
@@ -93,24 +94,24 @@ def seconds(call: Callable[[], object], times: int) -> float:
 
 
 def fastest(call: Callable[[], object], times: int, bursts: int) -> float:
-    """Seconds of one call, in the fastest of the bursts of so many."""
+    """Return the seconds of one call in the fastest burst of ``times`` calls."""
     return min(seconds(call, times) for _ in range(bursts))
 
 
 def measure() -> dict[str, list[tuple[float, float]]]:
-    """For each case, (µs of x + x, ms of a step) of every round."""
+    """Return (µs of x + x, ms of a step) for each case in every round."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in CASES}
     for _ in range(ROUNDS):
         for name, inside in CASES.items():
             with inside() as (add, step):
-                step()  # the first one fills caches
+                step()  # the first step fills caches
                 add_s, step_s = fastest(add, CALLS, BURSTS), fastest(step, 1, BURSTS // 4)
                 found[name].append((add_s * 1e6, step_s * 1e3))
     return found
 
 
 def spread(values: list[float], digits: int = 1) -> str:
-    """The median, and the range of the middle half."""
+    """Format the median, and the range of the middle half."""
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
@@ -120,7 +121,7 @@ def ratios(ours: list[float], theirs: list[float]) -> str:
 
 
 def resnet_steps(device: str) -> Callable[[], None]:
-    """A ResNet-50 training step, batch of 8 images of 128x128, on ``device``."""
+    """Return a ResNet-50 training step with a batch of 8 images of 128x128 on ``device``."""
     torch.manual_seed(0)
     model = torchvision.models.resnet50().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -136,7 +137,7 @@ def resnet_steps(device: str) -> Callable[[], None]:
 
 
 def resident_bytes(kind: str) -> float:
-    """Resident memory that a tensor of one element takes in this process, its value included."""
+    """Return the resident memory of a one-element tensor in this process, including its value."""
     with ExitStack() as stack:
         stack.enter_context(vgpu.enable(1))
         if kind == "shape":
@@ -173,9 +174,9 @@ def main() -> str:
     )
     return (
         "## An operation on a virtual GPU\n\n"
-        "One thread runs `x + x` on 4x4 values, and forward and backward of 12 small modules. The rows take "
-        f"turns, in {ROUNDS} rounds; a round counts the fastest of {BURSTS} bursts of {CALLS} operations, and "
-        f"the fastest of {BURSTS // 4} steps. The table has the median of the rounds, with their middle half in "
+        "One thread runs `x + x` on 4x4 tensors, and forward and backward through 12 small modules. The rows take "
+        f"turns, in {ROUNDS} rounds; in a round, what counts is the fastest of {BURSTS} bursts of {CALLS} operations, and "
+        f"the fastest of {BURSTS // 4} steps. The table has the median over the rounds, with the middle half in "
         "parentheses. Ratios are relative to a virtual GPU in the same round. The aim is at most 8 µs for an "
         "operation on shapes.\n\n"
         "| | x + x, µs | ratio | step, ms | ratio |\n|---|---|---|---|---|\n"
@@ -185,7 +186,7 @@ def main() -> str:
         f"A ResNet-50 training step on 8 images of 128x128, measured in turns, takes "
         f"{spread(taken['cpu'], 2)} s on the CPU and {spread(taken['vgpu:0'], 2)} s on a virtual GPU, "
         f"{ratios(taken['vgpu:0'], taken['cpu'])} times as long (aim: at most 1.15).\n\n"
-        f"A tensor of one element takes {cpu_bytes:.0f} bytes of resident memory on the CPU, "
+        f"A one-element tensor takes {cpu_bytes:.0f} bytes of resident memory on the CPU, "
         f"{virtual_bytes:.0f} on a virtual GPU and {shape_bytes:.0f} as a shape, including its value. A "
         "larger tensor takes correspondingly more.\n"
     )

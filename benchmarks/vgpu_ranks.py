@@ -1,8 +1,8 @@
-"""A training step of two ranks: a virtual GPU each, beside CPU tensors over the same gloo.
+"""Time a two-rank training step on one virtual GPU per rank, compared with CPU tensors over gloo.
 
-Each rank has one thread. Every repeat takes a step in each way, one after the other, so that a
-neighbor's load falls on both; the losses are compared in every repeat, and must be equal to the
-last bit. ``python -m benchmarks vgpu_ranks`` writes the result to RESULTS.md.
+Each rank has one thread. Every repeat takes a step in each way, one after the other, so that load
+from other programs affects both; the losses are compared in every repeat, and must be equal bit
+for bit. ``python -m benchmarks vgpu_ranks`` writes the result to RESULTS.md.
 """
 
 import statistics
@@ -52,13 +52,13 @@ class GPT(nn.Module):
 
 
 def gpt() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """The model, a batch of 4 sequences, and what should come next in each."""
+    """Return the model, a batch of 4 sequences, and the next token at each position."""
     tokens = torch.randint(VOCABULARY, (4, TOKENS + 1))
     return GPT(), tokens[:, :-1], tokens[:, 1:].flatten()
 
 
 def resnet() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """ResNet-50, a batch of 8 images, and their labels."""
+    """Return ResNet-50, a batch of 8 images, and their labels."""
     model = torchvision.models.resnet50()
     return model, torch.randn(8, 3, 128, 128), torch.randint(1000, (8,))
 
@@ -85,7 +85,7 @@ CASES = {
 
 
 def make_step(case: str, device: torch.device) -> Step:
-    """A training step on a device; the same model in every process, a batch for each rank."""
+    """Return a training step on a device, with the same model on every rank and a batch per rank."""
     make, wrap = CASES[case]
     torch.manual_seed(0)
     model, inputs, targets = make()
@@ -106,7 +106,7 @@ def make_step(case: str, device: torch.device) -> Step:
 
 
 def rank_times(rank: int, world_size: int, case: str) -> dict[str, list[float]]:
-    """Seconds of every repeat, on the CPU and on the rank's virtual GPU."""
+    """Return the seconds of every repeat, on the CPU and on the rank's virtual GPU."""
     torch.set_num_threads(1)
     devices = {"cpu": torch.device("cpu"), "vgpu": torch.device("vgpu", rank)}
     steps = {kind: make_step(case, device) for kind, device in devices.items()}
@@ -118,14 +118,14 @@ def rank_times(rank: int, world_size: int, case: str) -> dict[str, list[float]]:
             begin_s = time.perf_counter()
             losses.append(step())
             dist.barrier()
-            if repeat:  # the first one fills caches
+            if repeat:  # the first repeat fills caches
                 times_s[kind].append(time.perf_counter() - begin_s)
         assert torch.equal(*losses), (rank, repeat, losses)
     return times_s
 
 
 def row(case: str) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     times_s = launch.run(rank_times, RANKS, case, gpu="V100", timeout_s=1800)[0]
     ratios = [one / other for one, other in zip(times_s["vgpu"], times_s["cpu"], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
@@ -134,16 +134,16 @@ def row(case: str) -> str:
 
 
 def main() -> str:
-    """The section of RESULTS.md."""
+    """Return the section of RESULTS.md."""
     return "\n".join(
         [
-            "## A training step of two ranks on virtual GPUs",
+            "## A two-rank training step on virtual GPUs",
             "",
-            "Two processes of one thread each take a step with one virtual GPU per rank and the same "
+            "Two processes with one thread each take a step with one virtual GPU per rank and the same "
             "step on CPU tensors over gloo, in turn. ResNet-50 has 8 images of 128x128 per rank; the GPT has "
             f"{LAYERS} layers of width {WIDTH}, and 4 sequences of {TOKENS} tokens per rank. Times are medians "
             f"of {REPEATS} repeats; the ratio is the median of the ratios within each repeat, followed by "
-            f"their middle half (the aim is at most {AIM}). Both give the same losses in every repeat, bit for "
+            f"their middle half (the aim is at most {AIM}). Both compute the same losses in every repeat, bit for "
             "bit.",
             "",
             "| | CPU tensors, s | virtual GPUs, s | ratio | middle half |",
