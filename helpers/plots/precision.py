@@ -48,7 +48,9 @@ def formats(
     axes.set_ylabel("values per power of 2")
     how = "every value counted" + (f"; {' and '.join(known)} calculated" if known else "")
     title(axes, "Exponent bits are width, fraction bits are height", how)
-    show(fig, f"Step chart of how many values each format has per power of 2. {'; '.join(summary)}.")
+    show(
+        fig, f"Step chart of how many values each format has per power of 2. {'; '.join(summary)}."
+    )
 
 
 def _with_8_exponent_bits(fraction_bits: int) -> dict[int, int]:
@@ -94,7 +96,11 @@ def errors_by_ranks(
     log2_ticks(axes, sorted(next(iter(errors.values()))))
     axes.set(yscale="log", xlabel="ranks", ylabel="relative error of the sum")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    title(axes, "In a ring, the error grows with the number of ranks", "real gradients, compared with float64")
+    title(
+        axes,
+        "In a ring, the error grows with the number of ranks",
+        "real gradients, compared with float64",
+    )
     summary = "; ".join(
         f"{name}: {found[min(found)]:.1e} on {min(found)} ranks, {found[max(found)]:.1e} on {max(found)}"
         for name, found in errors.items()

@@ -68,7 +68,9 @@ def test_network_lists_the_layers_in_the_order_in_which_they_run(alts):
 def test_held_says_which_part_of_each_matrix_a_gpu_has(alts):
     plots.held([("", "x", 6, 8, "whole"), ("=", "y", 6, 4, "partial")], 2, "By rows")
     assert "x (6 by 8) all of it, y (6 by 4) a partial sum" in alts[0]
-    with pytest.raises(ValueError, match="unknown part of x: 'half'; expected one of whole, rows, columns"):
+    with pytest.raises(
+        ValueError, match="unknown part of x: 'half'; expected one of whole, rows, columns"
+    ):
         plots.held([("", "x", 6, 8, "half")], 2, "By half")
     assert len(alts) == 1
 
