@@ -24,17 +24,17 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes, starting with the result's, and edges as pairs of indices, from later to earlier."""
+    """The nodes, starting with the result's, and the edges, as index pairs (later, earlier)."""
 
     nodes: tuple[Node, ...]
     edges: tuple[tuple[int, int], ...]
 
 
 def graph_of(result: torch.Tensor, names: Mapping[str, torch.Tensor] | None = None) -> Graph:
-    """The graph that ``result.backward()`` would traverse, read from ``grad_fn``.
+    """Return the graph that ``result.backward()`` would traverse, read from ``grad_fn``.
 
-    ``names`` labels leaves; an intermediate result is shown with its operation, as in "h = Mul". The
-    graph is empty if ``result`` has no ``grad_fn``.
+    ``names`` labels leaves; a named intermediate result is shown with its operation, as in
+    "h = Mul". The graph is empty if ``result`` has no ``grad_fn``.
     """
     functions, edges = _walk(result.grad_fn)
     named = {id(tensor): name for name, tensor in (names or {}).items()}
@@ -54,16 +54,16 @@ def graph_of(result: torch.Tensor, names: Mapping[str, torch.Tensor] | None = No
 
 
 def shared_part(whole: torch.Tensor, cut: torch.Tensor) -> tuple[set[int], set[int]]:
-    """The indices of nodes and edges of ``graph_of(whole)`` that are also in the graph of ``cut``.
+    """Return the indices of nodes and edges of ``graph_of(whole)`` that ``cut``'s graph also has.
 
-    Both must come from the same expression; ``cut`` may only lack branches.
+    Both must come from the same expression; the only difference may be branches missing in ``cut``.
     """
     functions, edges = _walk(whole.grad_fn)
     twins = {0: cut.grad_fn} if functions and cut.grad_fn is not None else {}
     numbers = iter(range(len(edges)))
     kept_edges = set()
     for index, function in enumerate(functions):
-        # An edge of the whole graph without a counterpart is numbered, too.
+        # Edges of the full graph are numbered even if they have no counterpart.
         ways = [
             position for position, (f, _) in enumerate(function.next_functions) if f is not None
         ]
@@ -77,14 +77,14 @@ def shared_part(whole: torch.Tensor, cut: torch.Tensor) -> tuple[set[int], set[i
 
 
 def count_nodes(result: torch.Tensor) -> int:
-    """How many graph nodes a tensor keeps alive; 0 if it has no graph."""
+    """Return the number of graph nodes that a tensor keeps alive; 0 if it has no graph."""
     return len(_walk(result.grad_fn)[0])
 
 
 def _walk(start: Any) -> tuple[list[Any], list[tuple[int, int]]]:
-    """Every function reachable from ``start``, each once, and the edges between them."""
-    # The functions are kept in a list, because the id of a freed wrapper is reused. There's no
-    # recursion, because summed losses make chains far longer than Python's stack.
+    """Return every function reachable from ``start``, once each, and the edges between them."""
+    # Functions are kept in a list, because a freed wrapper's id is reused. There's no recursion,
+    # because summed losses make chains far longer than Python's recursion limit.
     functions = [start] if start is not None else []
     known = {start: 0}
     edges = []
@@ -102,7 +102,7 @@ def _walk(start: Any) -> tuple[list[Any], list[tuple[int, int]]]:
 def _longest_ways(count: int, edges: list[tuple[int, int]]) -> list[int]:
     depths = [0] * count
     changed = True
-    while changed:  # a graph without cycles settles after at most ``count`` rounds
+    while changed:  # an acyclic graph settles after at most ``count`` rounds
         changed = False
         for later, earlier in edges:
             if depths[earlier] <= depths[later]:
@@ -127,12 +127,13 @@ class _Kept:
 
 
 class SavedTensors:
-    """Counts the tensors that autograd saves for backward inside the block.
+    """A context manager that counts the tensors that autograd saves for backward.
 
-    ``live_bytes()`` is how many of their bytes are still alive, also after the block. A storage that's
-    saved by several operations counts once; storages of ``ignore`` (parameters, which exist anyway) don't
-    count. Uses ``torch.autograd.graph.saved_tensors_hooks``. As without it, ``backward()`` raises
-    RuntimeError if a saved tensor was modified in place.
+    ``live_bytes()`` returns how many of their bytes are still alive, inside the block or after it.
+    A storage that multiple operations save counts once; the storages of tensors in ``ignore`` (such
+    as parameters, which exist anyway) don't count. The implementation uses
+    ``torch.autograd.graph.saved_tensors_hooks``. As usual, ``backward()`` raises RuntimeError if a
+    saved tensor was modified in place.
     """
 
     def __init__(self, ignore: Any = ()) -> None:

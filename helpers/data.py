@@ -1,4 +1,4 @@
-"""Data without downloads: handwritten digits and a network for them, and random vectors."""
+"""Data that needs no download: handwritten digits, a network for them, and random vectors."""
 
 import importlib.util
 from collections.abc import Callable
@@ -15,20 +15,23 @@ from torch.utils.data import Dataset
 
 @cache
 def _split_digits() -> dict[bool, tuple[torch.Tensor, torch.Tensor]]:
-    """Images (N, 8, 8) uint8 and labels (N,) int64 for train=True (80 %) and train=False (20 %)."""
+    """Return images (N, 8, 8) uint8 and labels (N,) int64, for train=True (80%) and False (20%)."""
     rows = torch.from_numpy(np.loadtxt(_digits_file(), delimiter=","))  # (N, 65): image, label
-    # Its gray levels go from 0 to 16; those of images go to 255.
+    # The file's gray levels go from 0 to 16; an image's go up to 255.
     images = (rows[:, :-1] * (255 / 16)).round().to(torch.uint8).reshape(-1, 8, 8)
     labels = rows[:, -1].to(torch.int64)
     held_out = torch.zeros(len(labels), dtype=torch.bool)
-    held_out[labels.argsort(stable=True)[::5]] = True  # every fifth of each digit
+    held_out[labels.argsort(stable=True)[::5]] = True  # every fifth image of each digit
     return {
         train: (images[held_out != train], labels[held_out != train]) for train in (True, False)
     }
 
 
 def _digits_file() -> Path:
-    """The path of scikit-learn's digits, without importing it, which takes longer than reading them."""
+    """Return the path to scikit-learn's digits.
+
+    scikit-learn itself isn't imported: that takes longer than reading the file.
+    """
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
         raise ModuleNotFoundError("the digits come with scikit-learn, which isn't installed")
@@ -38,12 +41,12 @@ def _digits_file() -> Path:
 class Digits(Dataset):
     """1797 handwritten digits of 8 by 8 pixels, as a torchvision-style dataset.
 
-    From scikit-learn's ``load_digits``: the test part of the UCI "Optical Recognition of
-    Handwritten Digits" set (Alpaydin and Kaynak, 1998), written by 13 people. ``train=True`` holds
-    1437 of them, ``train=False`` the other 360: every fifth of each digit.
+    They come from scikit-learn's ``load_digits``: the test split of the UCI "Optical Recognition of
+    Handwritten Digits" data set (Alpaydin and Kaynak, 1998), written by 13 people. ``train=True``
+    has 1437 of them, ``train=False`` the other 360: every fifth image of each digit.
 
     ``data`` is (N, 8, 8) uint8, ``targets`` (N,) int64. An item is ``(image, label)``: a PIL image
-    in mode "L" and an int, each after its transform if one is given.
+    in mode "L" and an int, each after its transform if there is one.
     """
 
     classes = [str(digit) for digit in range(10)]  # noqa: RUF012
@@ -76,7 +79,7 @@ class Digits(Dataset):
 
 
 class DigitsCNN(nn.Module):
-    """A small convolutional network for 8 by 8 gray images.
+    """A small convolutional network for 8 by 8 grayscale images.
 
     Maps (B, 1, 8, 8) floats to (B, 10) logits; 21,546 parameters at the default width.
     """

@@ -1,7 +1,7 @@
 """Pick the devices for a lesson: real GPUs if there are enough, otherwise virtual ones.
 
-Set the environment variable VGPU_DEVICES to "vgpu" to use virtual GPUs on any machine, or to "cuda" to
-require real ones.
+Set the environment variable VGPU_DEVICES to "vgpu" to use virtual GPUs on any machine, or to "cuda"
+to require real ones.
 """
 
 import os
@@ -13,19 +13,21 @@ from vgpu.tables import Table
 from vgpu.units import format_bytes
 
 _CHOICES = ("auto", "cuda", "vgpu")
-# Lessons count the bytes of tensors. cuBLAS workspaces of 8 or 32 MiB, which PyTorch
-# allocates for each thread and stream (since 2.15 only if asked to), would hide them. The first matmul reads these variables; ranks inherit them.
+# Lessons count the bytes of tensors. cuBLAS workspaces of 8 or 32 MiB, which PyTorch allocates for
+# each thread and stream (since 2.15 only if asked to), would hide them. The first matmul reads
+# these variables; ranks inherit them.
 _WITHOUT_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 
 
 def lab(count: int) -> list[torch.device]:
-    """``count`` GPUs for a lesson, as ``torch.device`` objects with their ordinals.
+    """Return ``count`` GPUs for a lesson, as ``torch.device`` objects with ordinals.
 
-    ``[cuda:0, cuda:1, ...]`` if that many exist, otherwise ``[vgpu:0, vgpu:1, ...]``; there are exactly
-    ``count`` virtual GPUs afterwards, unless the lesson has already enabled more. A lesson calls it once,
-    with the most it needs, and uses slices of the list. On real GPUs, cuBLAS workspaces are disabled
-    through environment variables, unless those are set. Raises ValueError if the count is below 1,
-    VGPU_DEVICES is unknown, or VGPU_DEVICES=cuda and there aren't enough GPUs.
+    They're ``[cuda:0, cuda:1, ...]`` if that many exist, otherwise ``[vgpu:0, vgpu:1, ...]``; in
+    the latter case, there are exactly ``count`` virtual GPUs afterwards, unless the lesson has
+    already enabled more. A lesson calls this function once, with the largest number it needs, and
+    slices the list. On real GPUs, cuBLAS workspaces are disabled through environment variables,
+    unless those are already set. Raises ValueError if the count is below 1, VGPU_DEVICES is
+    unknown, or VGPU_DEVICES=cuda and there aren't enough GPUs.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(
@@ -40,7 +42,7 @@ def lab(count: int) -> list[torch.device]:
 
 
 def describe(count: int = 8) -> Table:
-    """Return a table of what this machine has, and what lessons with up to ``count`` GPUs use and why."""
+    """Return a table of this machine's devices, which ones lessons with ``count`` GPUs use, and why."""
     kind, why = _choose(count)
     threads = torch.get_num_threads()
     used = f"{count} {'virtual' if kind == 'vgpu' else 'real'} GPU{'s' if count > 1 else ''}"
@@ -59,10 +61,10 @@ def describe(count: int = 8) -> Table:
 
 
 def _choose(count: int) -> tuple[str, str]:
-    """The device type for ``count`` GPUs, and the reason in one sentence.
+    """Return the device type for ``count`` GPUs, and the reason, in one sentence.
 
-    If there are real GPUs, it also disables their workspaces: ranks may use them even if the lesson itself
-    uses virtual ones.
+    If there are real GPUs, also disable their cuBLAS workspaces: ranks may use real GPUs even if
+    the lesson itself uses virtual ones.
     """
     asked = os.environ.get("VGPU_DEVICES", "auto")
     if asked not in _CHOICES:
@@ -72,9 +74,9 @@ def _choose(count: int) -> tuple[str, str]:
     real = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if real:
         _do_without_workspaces()
-    # A process must use one kind only, because DataParallel uses one device type for everything.
+    # A process must use only one kind, because DataParallel uses one device type for everything.
     if real >= count and (asked == "cuda" or not vgpu.is_enabled()):
-        return "cuda", f"This machine has {real}, and the lesson needs {count}."
+        return "cuda", f"Real GPUs on this machine: {real}; needed: {count}."
     if asked == "cuda":
         raise ValueError(
             f"VGPU_DEVICES=cuda asks for real GPUs; the lesson needs {count} and this machine "
@@ -82,7 +84,7 @@ def _choose(count: int) -> tuple[str, str]:
         )
     if real >= count:
         return "vgpu", "Virtual GPUs are already in use in this notebook."
-    return "vgpu", f"The lesson needs {count}, and this machine has {real}. Virtual GPUs fill in."
+    return "vgpu", f"Real GPUs on this machine: {real}; needed: {count}. Virtual ones are used."
 
 
 def _do_without_workspaces() -> None:
@@ -94,8 +96,8 @@ def _workspaces() -> str:
     name, without = next(iter(_WITHOUT_WORKSPACES.items()))
     value = os.environ[name]
     if value == without:
-        return f"none, so that the bytes counted are those of tensors ({name}={value})"
-    return f"counted with the tensors, because {name}={value} asks for them"
+        return f"none, so that only the bytes of tensors are counted ({name}={value})"
+    return f"counted along with the tensors, because {name}={value} asks for them"
 
 
 def _real_gpus() -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Caught:
-    """The error or warning of a block; ``error`` is None until the block has finished."""
+    """A block's error or warning; ``error`` is None until the block has finished."""
 
     error: BaseException | None = None
 
@@ -22,10 +22,10 @@ class Caught:
 def expected_error(
     kind: type[BaseException] | tuple[type[BaseException], ...], *phrases: str, lines: int = 6
 ) -> Iterator[Caught]:
-    """Run a block that must raise ``kind``; print its message, at most ``lines`` lines long.
+    """Run a block that must raise ``kind``; print at most ``lines`` lines of its message.
 
-    Every phrase must be in the message. Raises AssertionError if the block raises nothing, or if the message
-    lacks a phrase; an error of another kind isn't caught.
+    Every phrase must be in the message. Raises AssertionError if the block raises nothing, or if
+    the message lacks a phrase; an error of another kind isn't caught.
     """
     caught = Caught()
     try:
@@ -67,7 +67,7 @@ def expected_warning(kind: type[Warning], *phrases: str, lines: int = 6) -> Iter
 def _require(phrases: tuple[str, ...], message: str, name: str) -> None:
     for phrase in phrases:
         if phrase not in message:
-            raise AssertionError(f"{name} was raised, but without {phrase!r}; it says: {message}")
+            raise AssertionError(f"the message of {name} lacks {phrase!r}; it says: {message}")
 
 
 def _names(kind: type | tuple[type, ...]) -> str:

@@ -1,7 +1,7 @@
 """Six traces of training on four GPUs, each with a different fault, for lesson 16.
 
-Each trace has three steps after a warm-up, on shapes, in virtual time. Ranks that do the same are recorded
-once.
+Each trace has three steps after a warm-up, with shapes only, in virtual time. Ranks that do the
+same work are recorded only once.
 """
 
 import base64
@@ -28,7 +28,7 @@ STEPS = 3
 SLOW_RANK = 2
 LOADER = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"  # as PyTorch names it
 
-Step = Callable[[], torch.Tensor]  # one step of training: its loss
+Step = Callable[[], torch.Tensor]  # runs a training step and returns its loss
 Prepare = Callable[[], Step]
 
 
@@ -51,7 +51,7 @@ def traces() -> dict[str, FaultyTrace]:
 
 
 def write(folder: Path | str) -> dict[str, Path]:
-    """Write each trace to a file, in the format of ``torch.profiler``; returns the paths by letter."""
+    """Write each trace to a file in ``torch.profiler``'s format; return the paths by letter."""
     paths = {letter: Path(folder) / f"{letter}.json" for letter in traces()}
     for letter, trace in traces().items():
         trace.timeline.to_chrome_trace(paths[letter])
@@ -59,7 +59,10 @@ def write(folder: Path | str) -> dict[str, Path]:
 
 
 def downloads(paths: dict[str, Path]) -> HTML:
-    """Return a link for each file, which contains the packed file itself, so it works wherever Jupyter runs."""
+    """Return download links for the files.
+
+    Each link contains its compressed file, so it works wherever Jupyter runs.
+    """
     links = []
     for path in paths.values():
         packed = base64.b64encode(gzip.compress(path.read_bytes())).decode()
@@ -72,10 +75,10 @@ def downloads(paths: dict[str, Path]) -> HTML:
 
 
 class _Look(nn.Module):
-    """Reads a value of its input, as ``if hidden.isnan().any().item()`` would."""
+    """A module that reads a value from its input, as ``if hidden.isnan().any().item()`` would."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden.detach().sum().to("cpu")  # a shape has no value that item() could return
+        hidden.detach().sum().to("cpu")  # with shapes only, item() has no value to return
         return hidden
 
 
@@ -92,7 +95,7 @@ def _trained(
     shard: bool = False,
     looks: bool = False,
 ) -> Prepare:
-    """Record data-parallel training of a few blocks, in bfloat16."""
+    """Return a function that prepares data-parallel training of a few blocks in bfloat16."""
 
     def prepare() -> Step:
         with torch.device("vgpu"):
@@ -123,7 +126,7 @@ def _trained(
 def _recorded(prepare: Prepare, rank: int = 0) -> vgpu.Timeline:
     with _rank(rank):
         step = prepare()
-        for _ in range(2):  # the optimizer creates its state, then DDP its buckets
+        for _ in range(2):  # the first creates optimizer state; in the second, DDP rebuilds its buckets
             step()
         with vgpu.record() as timeline:
             for number in range(STEPS):
@@ -149,7 +152,7 @@ def _straggler() -> vgpu.Timeline:
 
 
 def _joined(timelines: Iterable[vgpu.Timeline]) -> vgpu.Timeline:
-    """Join recordings, one per rank, regardless of the rank that each was recorded as."""
+    """Join recordings, one per rank in order, whichever rank each was recorded as."""
     return vgpu.joined(
         [
             replace(timeline, programs=tuple(replace(p, rank=rank) for p in timeline.programs))
@@ -159,7 +162,7 @@ def _joined(timelines: Iterable[vgpu.Timeline]) -> vgpu.Timeline:
 
 
 def _pipeline(micro_batches: int = 5, rows: int = 2048, width: int = 2048) -> vgpu.Timeline:
-    """GPipe over four stages of one block each."""
+    """Record GPipe with four stages of one block each."""
     return vgpu.joined(
         [
             _recorded(functools.partial(_stage, rank, micro_batches, rows, width), rank)

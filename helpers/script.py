@@ -16,16 +16,16 @@ from IPython.display import Markdown
 from helpers import checkpoints, gpt, shell
 
 TORCHRUN = "python -m torch.distributed.run --standalone"
-"""What the command ``torchrun`` runs, with its own rendezvous."""
+"""What the ``torchrun`` command runs, with a rendezvous of its own."""
 
 
 def _files() -> list[Path]:
-    """Return the script in the notebooks' folder, which learners may have modified, and its two helpers."""
+    """Return the notebooks folder's script, which learners may have modified, and its helpers."""
     return [Path("train.py"), Path(gpt.__file__), Path(checkpoints.__file__)]
 
 
 def show_lines(*names: str) -> Markdown:
-    """The lines that define these functions, classes, methods ("Checkpoints.save") or constants.
+    """Return the lines that define functions, classes, methods ("Checkpoints.save") or constants.
 
     Raises ValueError for a name that neither the script nor its helpers define.
     """
@@ -58,7 +58,7 @@ def _definitions(body: ast.Module | ast.ClassDef, within: str = "") -> dict[str,
 def run_line(line: str, timeout_s: float = 600) -> str:
     """Run a command line with ``train.py``, show it and its output, and return the output.
 
-    Each process has one thread. Raises RuntimeError with the command's stderr if it fails.
+    Each process uses one thread. Raises RuntimeError with the command's stderr if it fails.
     """
     typed = line.replace("train.py", shlex.quote(str(Path("train.py").resolve())))
     typed = re.sub(r"^torchrun\b", TORCHRUN, typed)
@@ -67,20 +67,20 @@ def run_line(line: str, timeout_s: float = 600) -> str:
     if result.status:
         status = f"it ended with status {result.status}"
         if result.status == -signal.SIGKILL:
-            status += ", killed: often the machine is out of memory"
+            status += ", killed: often because the machine is out of memory"
         raise RuntimeError(f"{status}:\n{result.errors[-3000:]}")
     return result.output
 
 
 def printed_losses(output: str) -> dict[int, float]:
-    """The mean loss of all ranks after each step that was printed."""
+    """Return the loss, averaged over ranks, at each step that was printed."""
     found = re.findall(r"step (\d+): loss ([\d.]+)", output)
     return {int(step): float(loss) for step, loss in found}
 
 
 def printed_step_s(output: str) -> float:
-    """The seconds of a step that ``python -m vgpu --cluster`` printed."""
+    """Return the step time that ``python -m vgpu --cluster`` printed, in seconds."""
     found = re.search(r"a step takes ([\d.]+) (s|ms|µs)", output)
     if not found:
-        raise ValueError(f"no step was predicted:\n{output}")
+        raise ValueError(f"the output has no predicted step time:\n{output}")
     return float(found[1]) * {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[found[2]]

@@ -1,4 +1,4 @@
-"""Run lines in real shells and return their output; for lessons about environment variables."""
+"""Run command lines in real shells and return their output, for lessons."""
 
 import os
 import shlex
@@ -16,7 +16,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one line: its exit status, stdout and stderr."""
+    """The result of one command line: its exit status, stdout and stderr."""
 
     line: str
     status: int
@@ -30,9 +30,10 @@ def run_lines(
     """Run each line in its own POSIX shell, all at the same time.
 
     The shells start in a temporary folder with ``files`` (name → text). ``python`` is the current
-    interpreter, and CUDA_VISIBLE_DEVICES and FORCE_COLOR are unset unless a line sets them. Processes that
-    are still running at the end are killed (not on Windows). Raises FileNotFoundError if there's no shell,
-    and subprocess.TimeoutExpired if the lines take longer than ``timeout_s`` together.
+    interpreter, and CUDA_VISIBLE_DEVICES and FORCE_COLOR are unset unless a line sets them.
+    Processes that are still running at the end are killed (on Windows, only the shells). Raises
+    FileNotFoundError if there's no shell, and subprocess.TimeoutExpired if the lines together take
+    longer than ``timeout_s``.
     """
     shell = _find_shell()
     with tempfile.TemporaryDirectory() as folder:
@@ -54,7 +55,7 @@ def run_lines(
                 started.append(_start(shell, line, folder, environment))
             return [_finish(*pair, end_s) for pair in zip(lines, started, strict=True)]
         except subprocess.TimeoutExpired as expired:
-            expired.timeout = timeout_s  # not what remained of it for this line
+            expired.timeout = timeout_s  # instead of the part that was left for this line
             raise
         finally:
             for process in started:
@@ -72,7 +73,7 @@ def _start(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # The shell gets its own process group, so that whatever it started ends with it.
+        # The shell gets its own process group, so that everything it starts can be ended with it.
         start_new_session=True,
     )
 
@@ -84,7 +85,7 @@ def _finish(line: str, process: subprocess.Popen[str], end_s: float) -> Result:
 
 def _stop(process: subprocess.Popen[str]) -> None:
     if hasattr(os, "killpg"):
-        # Do this for a shell that has exited, too: what it left running is in its group.
+        # Do this even if the shell has exited: what it left running is still in its group.
         with suppress(ProcessLookupError, PermissionError):  # macOS: only zombies are left in it
             os.killpg(process.pid, signal.SIGKILL)
     else:
@@ -94,14 +95,14 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 
 def _find_shell() -> str:
-    """The path of ``sh``; on Windows, the one that comes with Git will do."""
+    """Return the path to ``sh``; on Windows, the one that comes with Git will do."""
     found = shutil.which("sh")
     git = shutil.which("git")
     if found is None and git is not None:
         found = shutil.which("sh", path=str(Path(git).parents[1] / "bin"))
     if found is None:
         raise FileNotFoundError(
-            "no POSIX shell (sh) was found on PATH, and the lesson runs its commands in one. On Windows, "
-            "install Git for Windows, or run the course inside WSL."
+            "no POSIX shell (sh) was found on PATH, and the lesson runs its commands in one. On "
+            "Windows, install Git for Windows, or run the course inside WSL."
         )
     return found

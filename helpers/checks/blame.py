@@ -14,7 +14,7 @@ _ARGUMENTS = "Keep the stub's name and arguments: the check calls it with them."
 _OF_NONE = (
     "Something there is None: a function without a return returns None, and so does list.append."
 )
-# Patterns in errors, each with what to do about it; the first match counts.
+# Patterns in errors, each with advice; the first match counts.
 _HINTS = (
     (r"^NameError", "Compare the spelling with the definition; then run the cells above again."),
     (r"^RecursionError", "A function that calls itself needs a case in which it doesn't."),
@@ -34,13 +34,13 @@ _TRY_IT = (
 )
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# In a clone, the teacher's tools are next to it: the exam's checks, and the class check.
+# In a clone, the teacher's tools (the exam's checks and the class check) are next to this package.
 _COURSE = (_PACKAGE, _PACKAGE.parent / "teaching")
 
 
 @cache
 def is_learners(filename: str) -> bool:
-    """Whether a frame's file is the learner's: not a library's, and not this course's."""
+    """Return whether a frame's file is the learner's: neither a library's nor this course's."""
     if is_library(filename):
         return False
     path = Path(filename).resolve()
@@ -48,12 +48,12 @@ def is_learners(filename: str) -> bool:
 
 
 def said(error: BaseException) -> str:
-    """The error's type and message, without tracebacks that libraries put into messages."""
+    """Return the error's type and message, without tracebacks that libraries put in messages."""
     return in_short(f"{type(error).__name__}: {error}")
 
 
 def in_short(message: str) -> str:
-    """The first lines of an error's message; if it contains a traceback, its last line."""
+    """Return the first lines of an error's message; if it has a traceback, only the last error."""
     message = message.strip()
     if "Traceback (most recent call last)" in message:
         errors = re.findall(r"^(\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$", message, re.MULTILINE)
@@ -63,7 +63,7 @@ def in_short(message: str) -> str:
 
 
 def own_line(error: BaseException) -> str:
-    """The innermost line of the learner's own code; "" if there is none."""
+    """Return the innermost line of the learner's own code; "" if there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)]
     own = [frame for frame in frames if is_learners(frame.filename)]
     if not own:
@@ -74,14 +74,14 @@ def own_line(error: BaseException) -> str:
 
 
 def own_line_in(message: str) -> str:
-    """Do the same as ``own_line`` for a traceback in a message."""
+    """Return what ``own_line`` does, but for a traceback in a message."""
     frames = re.findall(r'^\s*(?:File ")?(.+?)"?, line (\d+), in .*\n\s*(.*)$', message, re.M)
     own = [frame for frame in frames if is_learners(frame[0])]
     return f"in line {own[-1][1]} of your cell: {own[-1][2]}" if own else ""
 
 
 def call_of(error: BaseException) -> str:
-    """The learner's function that was called, with its arguments at the time of the error."""
+    """Return the call of the learner's function, with its arguments at the time of the error."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = frame.f_code.co_name
         if is_learners(frame.f_code.co_filename) and name != "<module>":
@@ -90,19 +90,19 @@ def call_of(error: BaseException) -> str:
 
 
 def hint_for(error: BaseException, of_check: str = "") -> str:
-    """Return what to try, by the kind of error; ``of_check`` is the check's own hint for any error."""
+    """Return a hint for an error; ``of_check`` is the check's own hint for any error."""
     text, own = said(error), own_line(error)
     if not own and hint_in(text) == _OF_NONE:  # the learner's code doesn't show what is None
         return f"{_OF_NONE} {of_check}".rstrip()
     if of_check:
         return of_check
     if not own and not isinstance(error, TypeError):
-        return f"A library raised it while using what your answer returned. {_TRY_IT}"
+        return f"A library raised this while using what your answer returned. {_TRY_IT}"
     return hint_in(text) or _TRY_IT
 
 
 def hint_in(message: str) -> str:
-    """Return what to try, by an error's message; "" for an unknown error."""
+    """Return a hint for an error's message; "" for an unknown error."""
     return next((hint for phrase, hint in _HINTS if re.search(phrase, message)), "")
 
 

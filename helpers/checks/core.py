@@ -1,9 +1,9 @@
 """How an exercise is checked: from the learner's answer to an Outcome.
 
-A lesson's checks are in ``lessons/lesson_NN.py``. Each is a function of the answer that raises Wrong if
-the answer isn't right. Otherwise it returns what the answer achieved, as names and values:
-``{"your peak": "12.0 MiB", "budget": "16.0 MiB"}``; or None if there's nothing to show. The functions are
-found by the exercise's id: "4.2" is the second exercise of lesson 04.
+A lesson's checks are in ``lessons/lesson_NN.py``. Each is a function of the answer that raises
+Wrong if the answer isn't right. Otherwise, it returns what the answer achieved, as names and values
+(``{"your peak": "12.0 MiB", "budget": "16.0 MiB"}``), or None if there's nothing to show. Checks
+are looked up by exercise id: "4.2" is the second exercise in lesson 04.
 """
 
 import html
@@ -31,11 +31,11 @@ _exercises: dict[str, "Exercise"] = {}
 
 
 class Wrong(Exception):
-    """Says that an answer is wrong, with its result, the expected one, the input, and a hint.
+    """A wrong answer: its result, the expected one, the input, and a hint.
 
-    ``yours`` and ``expected`` are values, or sentences about them. If ``expected`` isn't text, or with
-    ``values``, text is a value, too, and is quoted: '3' and 3 read differently. Two values are compared,
-    and the verdict says where they differ most.
+    ``yours`` and ``expected`` are values, or descriptions of values. If ``expected`` isn't a
+    string, or if ``values`` is true, strings count as values and are quoted, so '3' and 3 look
+    different. Values are compared, and the verdict says where they differ most.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Wrong(Exception):
 
 
 class _Raised(Exception):
-    """Says that the answer raised an error, the ``__cause__``, for which input, and gives a hint."""
+    """An answer that raised an error, which is the ``__cause__``: the input, and a hint."""
 
     def __init__(self, given: str, hint: str) -> None:
         super().__init__(hint)
@@ -137,7 +137,7 @@ def exercise(
 
 
 def exercises() -> list[Exercise]:
-    """Every exercise of the course, in order."""
+    """Return every exercise in the course, in order."""
     for path in sorted((Path(__file__).parent / "lessons").glob("lesson_*.py")):
         importlib.import_module(f"helpers.checks.lessons.{path.stem}")
     # The exam's tasks are registered like exercises, but aren't part of the course.
@@ -147,16 +147,16 @@ def exercises() -> list[Exercise]:
 
 
 def progress() -> Table:
-    """Solved and open exercises per lesson, as a table."""
+    """Return a table of solved and open exercises per lesson."""
     return records.solved_by_lesson([item.id for item in exercises()])
 
 
 def check(exercise_id: str, answer: Any) -> None:
     """Check an answer, show the verdict, and record it if it's right.
 
-    ``answer`` is what the exercise asks for: usually a function, sometimes a value. ``...``, and a function
-    that still raises a bare NotImplementedError, count as not attempted. Raises ValueError for an unknown
-    id.
+    ``answer`` is what the exercise asks for: usually a function, sometimes a value. ``...`` and
+    functions that still raise a bare NotImplementedError count as not attempted. Raises ValueError
+    for an unknown id.
     """
     outcome = evaluate(exercise_id, answer)
     display(outcome)
@@ -167,7 +167,7 @@ def check(exercise_id: str, answer: Any) -> None:
 
 
 def evaluate(exercise_id: str, answer: Any) -> Outcome:
-    """The verdict on an answer, without showing or recording it."""
+    """Return the verdict on an answer, without showing or recording it."""
     item = _find(exercise_id)
     try:
         if _untouched(answer):
@@ -176,7 +176,7 @@ def evaluate(exercise_id: str, answer: Any) -> Outcome:
             raise Wrong(
                 yours=answer,
                 expected="a function or class",
-                given="what check was given",
+                given="the argument to check",
                 hint="Pass the function itself, without calling it.",
             )
         achieved = item.checker(answer) or {}
@@ -204,9 +204,9 @@ def evaluate(exercise_id: str, answer: Any) -> Outcome:
 
 @contextmanager
 def for_input(given: Any, hint: str = "") -> Iterator[None]:
-    """If anything goes wrong inside the block, the verdict says that it was for this input.
+    """Make the verdict name this input if anything goes wrong inside the block.
 
-    ``hint`` is for errors, and for a Wrong without a hint.
+    ``hint`` is used for errors, and for a Wrong without a hint of its own.
     """
     try:
         yield
@@ -291,7 +291,10 @@ def expect_gradients(
 def hint_by_value(
     yours: float, wrong: Mapping[str, float], otherwise: str, within: float = 0.01
 ) -> str:
-    """Return the hint whose wrong value is ``yours``, within ``within``; if there's none, ``otherwise``."""
+    """Return the hint whose wrong value is close to ``yours``; if there's none, ``otherwise``.
+
+    ``within`` is the relative tolerance.
+    """
     hints = (hint for hint, value in wrong.items() if math.isclose(yours, value, rel_tol=within))
     return next(hints, otherwise)
 
@@ -332,7 +335,7 @@ def _failed(item: Exercise, error: BaseException, given: str, hint: str) -> Outc
 
 
 def _is_stub(error: BaseException) -> bool:
-    """Whether the error comes from an unchanged stub."""
+    """Return whether the error comes from an unchanged stub."""
     return type(error) is NotImplementedError and not error.args
 
 

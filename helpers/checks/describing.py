@@ -1,6 +1,6 @@
-"""Describe values, and where two of them differ most.
+"""Describe values, and where two values differ most.
 
-Two values that aren't equal never have the same description.
+``told_apart`` never describes two unequal values the same way.
 """
 
 import math
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-_SMALL = 12  # elements of a tensor that are shown one by one
+_SMALL = 12  # a tensor with at most this many elements is shown in full
 
 
 def describe(value: Any, limit: int = 300) -> str:
-    """A short description of a value: strings in quotes, large tensors by shape, modules by class."""
+    """Describe a value briefly: strings in quotes, large tensors by shape, modules by class."""
     text = _text(value)
     return text if len(text) <= limit else text[: limit - 6] + " [...]"
 
@@ -36,7 +36,7 @@ def _text(value: Any) -> str:
 
 
 def told_apart(yours: Any, expected: Any) -> tuple[str, str]:
-    """Descriptions of both values, which differ if the values do."""
+    """Return descriptions of both values that differ if the values do."""
     if _are_numbers(yours, expected) and not isinstance(yours, int):
         return _two_numbers(yours, expected)
     if _alike(yours, expected) and yours.numel() > _SMALL:
@@ -49,11 +49,11 @@ def told_apart(yours: Any, expected: Any) -> tuple[str, str]:
     if texts[0] == texts[1]:
         kinds = type(yours).__name__, type(expected).__name__
         texts = f"{texts[0]} ({kinds[0]})", f"{texts[1]} ({kinds[1]})"
-    return texts if texts[0] != texts[1] else (f"{texts[0]}, which does not equal it", texts[1])
+    return texts if texts[0] != texts[1] else (f"{texts[0]}, but not an equal one", texts[1])
 
 
 def difference(yours: Any, expected: Any) -> str:
-    """Say how much two values differ, and where most; "" if their descriptions already show that."""
+    """Say by how much two values differ, and where most; "" if their descriptions already do."""
     if isinstance(yours, torch.Tensor) and isinstance(expected, torch.Tensor):
         return _tensors_differ(yours, expected)
     if _are_numbers(yours, expected):
@@ -77,7 +77,7 @@ def _tensors_differ(yours: torch.Tensor, expected: torch.Tensor) -> str:
     differ = int((off > 0).sum())
     return (
         f"at most {_shortest(off[index].item())}, at {list(index)}; "
-        f"{differ} of {yours.numel()} numbers differ"
+        f"{differ} of {yours.numel()} elements differ"
     )
 
 
@@ -85,7 +85,7 @@ def _dicts_differ(yours: dict, expected: dict) -> str:
     lacking = [key for key in expected if key not in yours]
     extra = [key for key in yours if key not in expected]
     if lacking or extra:
-        parts = (("lacks", lacking), ("has in addition", extra))
+        parts = (("lacks", lacking), ("also has", extra))
         return "; ".join(f"{word} {', '.join(map(repr, keys))}" for word, keys in parts if keys)
     return _entries_differ([(key, yours[key], expected[key]) for key in expected])
 
@@ -118,7 +118,7 @@ def _same(yours: Any, expected: Any) -> bool:
 
 
 def _alike(yours: Any, expected: Any) -> bool:
-    """Whether both are tensors of the same shape, dtype and device."""
+    """Return whether both are tensors of the same shape, dtype and device."""
     if not (isinstance(yours, torch.Tensor) and isinstance(expected, torch.Tensor)):
         return False
     names = ("shape", "dtype", "device")
@@ -126,11 +126,11 @@ def _alike(yours: Any, expected: Any) -> bool:
 
 
 def _distance(yours: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """The elementwise distance, on the CPU; infinite between NaN and a number."""
+    """Return the elementwise distance, on the CPU; infinite between NaN and a number."""
     wide = torch.complex128 if yours.is_complex() else torch.float64
     mine, theirs = (part.detach().cpu().to(wide) for part in (yours, expected))
     off = (mine - theirs).abs()
-    off[mine == theirs] = 0  # infinity minus infinity is nan
+    off[mine == theirs] = 0  # infinity minus infinity is NaN
     one_nan = mine.isnan() != theirs.isnan()
     return torch.where(one_nan, math.inf, off.nan_to_num(nan=0.0, posinf=math.inf))
 
@@ -145,7 +145,7 @@ def _are_numbers(*values: Any) -> bool:
 
 
 def _two_numbers(yours: Any, expected: Any) -> tuple[str, str]:
-    """Two numbers with as many digits as needed to distinguish them, at least four."""
+    """Return two numbers with as many digits as needed to distinguish them, at least four."""
     for digits in (4, 6, 9, 17):
         texts = _digits(yours, digits), _digits(expected, digits)
         if texts[0] != texts[1]:

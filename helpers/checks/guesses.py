@@ -1,10 +1,11 @@
-"""Predictions: ``guess("4a")`` asks for yours, and ``.compare(outcome)`` shows both.
+"""Predictions: ``guess("4a")`` asks for one, and ``.compare(outcome)`` shows it and the outcome.
 
-In JupyterLab, a guess is made with a button or in a text field, or skipped. Then its explanation opens,
-which is folded in ``<details class="why-4a">``. Nothing waits for a guess: all cells of a lesson can be
-run at once, and without a front end only the outcome is shown.
+In JupyterLab, the learner guesses with a button or a text field, or skips the guess. Its
+explanation, which is folded in ``<details class="why-4a">``, then opens. Nothing waits for a guess:
+all cells in a lesson can be run at once, and without a front end, only the outcome is shown.
 
-There's one small file per guess, next to those of solved exercises, so that lesson 00 can count them.
+Each guess is recorded in a small file, next to those for solved exercises, so that lesson 00 can
+count them.
 """
 
 import html
@@ -25,7 +26,7 @@ _NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
 
 
 class Guess:
-    """One prediction of the learner; created by ``guess``."""
+    """One of the learner's predictions; created by ``guess``."""
 
     def __init__(self, guess_id: str, one_of: Sequence[Any], numbers: int) -> None:
         self.id = guess_id
@@ -37,9 +38,9 @@ class Guess:
         self._shown: ipywidgets.Output | None = None
 
     def answer(self, value: Any) -> None:
-        """Set the guess: one of the choices, or numbers, also as text (``"8,0"`` is ``(8, 0)``).
+        """Set the guess: one of the choices, or numbers, possibly as text (``"8,0"`` for ``(8, 0)``).
 
-        Raises ValueError for an unknown choice, or a wrong number of numbers.
+        Raises ValueError for an unknown choice, or for too many or too few numbers.
         """
         self.value = self._choice(value) if self.one_of else self._numbers(value)
         self._show()
@@ -58,7 +59,7 @@ class Guess:
         """
         if not self.one_of and len(_flat(outcome)) != self.numbers:
             raise ValueError(
-                f"guess {self.id} asks for {self.numbers}, but the outcome has "
+                f"guess {self.id} asks for numbers={self.numbers}, but the outcome has "
                 f"{len(_flat(outcome))}: write guess({self.id!r}, numbers={len(_flat(outcome))})"
             )
         self._comparison = Comparison(self.id, outcome, within, unit)
@@ -71,7 +72,7 @@ class Guess:
             display(self._comparison)
 
     def controls(self) -> ipywidgets.Widget:
-        """A button for each choice, or a field for numbers; and one to skip the guess."""
+        """Return a button for each choice, or a field for numbers, and a button to skip the guess."""
         skip = ipywidgets.Button(description="skip", layout={"width": "auto"})
         message = ipywidgets.HTML()
         if self.one_of:
@@ -82,7 +83,7 @@ class Guess:
         else:
             such_as = ", ".join(["3"] * self.numbers)
             asked = "a number" if self.numbers == 1 else f"{self.numbers} numbers, as in {such_as}"
-            # Sent when Enter is pressed or the field loses focus, not at every key.
+            # Sent when Enter is pressed or the field loses focus, not on every keystroke.
             makers = [ipywidgets.Text(placeholder=asked, continuous_update=False)]
 
         def take(value: Any) -> None:
@@ -111,7 +112,7 @@ class Guess:
         if self._shown is None or self._comparison is None:
             return
         if self.value is None and not self.skipped:
-            data = {"text/plain": f"Make guess {self.id} above, or skip it: then this shows both."}
+            data = {"text/plain": f"Make guess {self.id} above, or skip it, to see the outcome."}
             self._shown.outputs = ({"output_type": "display_data", "data": data, "metadata": {}},)
             return
         self._comparison.meet(self.value)
@@ -156,12 +157,12 @@ class Comparison:
         self.value: Any = None
 
     def meet(self, value: Any) -> None:
-        """Set the guess, or None, and record both for lesson 00."""
+        """Set the guess, and, unless it's None, record it and the outcome for lesson 00."""
         self.value = value
         if value is None:
             return
         record = {"guess": self.yours, "outcome": self._came_out, "right": self.agrees}
-        # ``check`` also reports a folder that can't be written.
+        # A folder that can't be written to is reported, as ``check`` does.
         try:
             folder().mkdir(parents=True, exist_ok=True)
             path = folder() / f"{self.id}{GUESS_SUFFIX}"
@@ -210,8 +211,9 @@ def guess(
 ) -> Guess:
     """Ask for a prediction; if the front end has no widgets, pass it as ``value``.
 
-    ``guess_id`` is the lesson and a letter, as in "4a". ``one_of`` has the answers to choose from; without
-    it, ``numbers`` numbers are asked for. Raises ValueError for an invalid id, and as ``Guess.answer`` does.
+    ``guess_id`` is the lesson and a letter, as in "4a". ``one_of`` has the answers to choose from;
+    without it, the guess consists of ``numbers`` numbers. Raises ValueError for an invalid id, and
+    whenever ``Guess.answer`` does.
     """
     if not _ID.fullmatch(guess_id):
         raise ValueError(f"a guess's id is a lesson and a letter, as in '4a'; found {guess_id!r}")
@@ -224,7 +226,7 @@ def guess(
 
 
 def counts() -> dict[str, tuple[int, int]]:
-    """Count, for each lesson, such as "04", how many guesses were made, and how many were right."""
+    """Return how many guesses were made and how many were right, by lesson, such as "04"."""
     by_lesson: dict[str, tuple[int, int]] = {}
     for path in folder().glob(f"*{GUESS_SUFFIX}"):
         lesson = f"{int(path.name.removesuffix(GUESS_SUFFIX)[:-1]):02d}"
@@ -235,7 +237,10 @@ def counts() -> dict[str, tuple[int, int]]:
 
 
 def agree(value: Any, outcome: Any, within: float = 0.0) -> bool:
-    """Whether a guess agrees with an outcome, ignoring case; ``within`` is a relative tolerance."""
+    """Return whether a guess agrees with an outcome, ignoring case.
+
+    ``within`` is a relative tolerance.
+    """
     mine, came_out = _flat(value), _flat(outcome)
     return len(mine) == len(came_out) and all(
         math.isclose(a, b, rel_tol=1e-9, abs_tol=within * abs(b))
@@ -246,7 +251,10 @@ def agree(value: Any, outcome: Any, within: float = 0.0) -> bool:
 
 
 def _in_jupyter() -> bool:
-    """Whether somebody can answer: Jupyter's server sets this variable; nbclient and nbmake don't."""
+    """Return whether somebody can answer.
+
+    Jupyter's server sets this variable; nbclient and nbmake don't.
+    """
     return "JPY_SESSION_NAME" in os.environ
 
 

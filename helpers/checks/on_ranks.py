@@ -17,10 +17,13 @@ from vgpu.profiling import (
 )
 
 TIMEOUT_S = 30.0
-"""The limit once all ranks have joined the process group; right answers come near it only on a busy machine."""
+"""The time limit once all ranks have joined the process group.
+
+Right answers come close to it only on a busy machine.
+"""
 
 GPU = "V100"
-"""The virtual GPU of each rank if there aren't enough real ones."""
+"""Each rank's kind of virtual GPU, if there aren't enough real GPUs."""
 
 _TRY_IT = (
     "Call it through launch.run in a cell of your own, where you can print intermediate values."
@@ -34,7 +37,7 @@ def on_ranks(
     given: str,
     gpu: str | None = None,
 ) -> list[Any]:
-    """Call ``launch.run``; errors on ranks become a verdict that says where they happened."""
+    """Call ``launch.run``; turn errors on ranks into a verdict that says where they happened."""
     try:
         return launch.run(function, nprocs, *args, timeout_s=TIMEOUT_S, output="by rank", gpu=gpu)
     except TypeError as unsent:
@@ -67,14 +70,14 @@ def on_ranks(
             yours=str(died),
             expected="an answer from every rank",
             given=given,
-            hint="Sizes or dtypes that differ between ranks can end a process like this.",
+            hint="Sizes or dtypes that differ between ranks can crash a process like this.",
         ) from died
 
 
 def answer_on_gpu(
     rank: int, world_size: int, answer: Callable[[torch.Tensor], Any], tensors: list[torch.Tensor]
 ) -> tuple[Any, CollectiveCalls]:
-    """On a rank with a GPU, return the answer for its tensor, on its GPU, and the collectives called."""
+    """Return a rank's answer for its tensor on its GPU, and the collectives that it called."""
     tensor = tensors[rank].to(own_gpu())
     result, calls = count_collectives_on_gpu(rank, world_size, lambda *_: answer(tensor))
     if isinstance(result, torch.Tensor):
@@ -88,10 +91,10 @@ def answer_on_gpu(
 
 
 def run_backward(loss: torch.Tensor, instead: str) -> None:
-    """Call ``loss.backward()`` on a rank. Raises ValueError if it goes through a plain collective.
+    """Call ``loss.backward()`` on a rank; raise ValueError if it goes through a plain collective.
 
-    torch only warns: a c10d collective has no derivative, and autograd passes gradients through as if the
-    collective weren't there. The message says what to do ``instead``.
+    PyTorch only warns: a c10d collective has no derivative, and autograd passes gradients through
+    as if the collective weren't there. The message says what to do ``instead``.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -99,5 +102,5 @@ def run_backward(loss: torch.Tensor, instead: str) -> None:
     if any("autograd kernel was not registered" in str(warning.message) for warning in caught):
         raise ValueError(
             "a collective was called with a tensor that requires a gradient, and backward knows "
-            f"nothing of collectives: {instead}"
+            f"nothing about collectives: {instead}"
         )

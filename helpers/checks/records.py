@@ -1,7 +1,8 @@
 """The learner's progress: the exercises solved.
 
-There's one small file per exercise, so that two open notebooks can't overwrite each other's progress. All
-of it stays on this computer, in the user's data folder, or in COURSE_PROGRESS_DIR.
+There's one small file per exercise, so that two open notebooks can't overwrite each other's
+progress. All files stay on this computer, in the user's data folder or, if it's set, in
+COURSE_PROGRESS_DIR.
 """
 
 import os
@@ -17,7 +18,7 @@ _SOLVED_SUFFIX, GUESS_SUFFIX = ".solved", ".guess"
 
 
 def folder() -> Path:
-    """The folder with the progress, which may not exist yet."""
+    """Return the folder for progress, which may not exist yet."""
     chosen = os.environ.get("COURSE_PROGRESS_DIR")
     return Path(chosen) if chosen else platformdirs.user_data_path("multi-gpu-pytorch-hands-on")
 
@@ -37,7 +38,7 @@ def record_solved(exercise_id: str) -> str:
 
 
 def solved() -> set[str]:
-    """Ids of the exercises solved so far."""
+    """Return the ids of the exercises solved so far."""
     return {path.name.removesuffix(_SOLVED_SUFFIX) for path in folder().glob(f"*{_SOLVED_SUFFIX}")}
 
 
@@ -51,7 +52,7 @@ def reset() -> None:
 
 
 def solved_by_lesson(all_ids: list[str]) -> Table:
-    """Solved exercises per lesson, of all those in ``all_ids``."""
+    """Return a table of which exercises in ``all_ids`` are solved, by lesson."""
     done = solved()
     by_lesson: dict[int, list[str]] = defaultdict(list)
     for name in all_ids:

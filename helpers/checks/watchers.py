@@ -21,11 +21,11 @@ FEATURES, CLASSES = 6, 4
 
 
 class _Token:
-    """Alive as long as its autograd node."""
+    """An object that lives as long as its autograd node."""
 
 
 class _Witness(torch.autograd.Function):
-    """The identity; its node has a token, which shows whether the graph is still alive."""
+    """The identity function; its node has a token that shows whether the graph is still alive."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, tokens: weakref.WeakSet) -> torch.Tensor:
@@ -39,7 +39,11 @@ class _Witness(torch.autograd.Function):
 
 
 class Watched(nn.Module):
-    """A small classifier that records, at every forward, its mode and whether there's a graph."""
+    """A small classifier that records its mode and its graphs on every forward.
+
+    ``modes`` gets its training mode, ``recorded`` whether the result has a graph, and
+    ``live_graphs`` how many earlier graphs are still alive.
+    """
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -62,7 +66,7 @@ class Watched(nn.Module):
 
 
 class WatchedScores(nn.Module):
-    """A small network that records at each call: training mode, and whether there's a graph."""
+    """A small network that records its training mode, and whether there's a graph, on every call."""
 
     def __init__(self, size: int, classes: int) -> None:
         super().__init__()
@@ -76,14 +80,14 @@ class WatchedScores(nn.Module):
 
 
 class _Saved:
-    """Alive as long as anything that one forward has saved for backward."""
+    """An object that lives as long as anything that one forward saved for backward."""
 
 
 class WatchedLinear(nn.Linear):
-    """A linear layer that records at each forward its number of samples, and how many graphs are alive.
+    """A linear layer that records the number of samples, and of live graphs, on every forward.
 
-    ``graphs_held`` counts earlier forwards without a backward yet, or with ``retain_graph=True``. A loss
-    that's kept after its backward keeps no saved tensors alive.
+    ``graphs_held`` counts earlier forwards that have had no backward yet, or one with
+    ``retain_graph=True``. A loss that's kept after its backward keeps no saved tensors alive.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
@@ -106,7 +110,7 @@ class WatchedLinear(nn.Linear):
 
 
 def count_sent(parallel: DistributedDataParallel) -> list[int]:
-    """The bytes of each bucket that DDP will send, one after the other."""
+    """Return a list to which the bytes of each bucket are appended when DDP sends it."""
     sent_bytes: list[int] = []
     world = dist.group.WORLD
     assert world is not None
@@ -120,13 +124,13 @@ def count_sent(parallel: DistributedDataParallel) -> list[int]:
 
 
 def expect_one_micro_batch(largest: int, most: int, graphs_held: int, given: str) -> None:
-    """Raise Wrong for a forward of more samples than a micro-batch has, or several graphs at once."""
+    """Raise Wrong for a forward of more samples than a micro-batch has, or for graphs kept alive."""
     if largest > most:
         raise Wrong(
             yours=f"a forward of {largest} samples at once",
             expected=f"at most {most}, one micro-batch",
             given=given,
-            hint="Joined micro-batches need the memory that accumulating saves.",
+            hint="Merged micro-batches need the memory that accumulation saves.",
         )
     if graphs_held:
         raise Wrong(
@@ -138,7 +142,7 @@ def expect_one_micro_batch(largest: int, most: int, graphs_held: int, given: str
 
 
 class Augmented(Dataset):
-    """Items (index, input, label); noise from torch's CPU random state is added to the input."""
+    """A dataset of (index, input, label); noise from PyTorch's CPU generator is added to inputs."""
 
     def __init__(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
         self.inputs, self.labels = inputs, labels
@@ -152,7 +156,7 @@ class Augmented(Dataset):
 
 
 class Trainer:
-    """A run that records which items were in each batch, and the loss of each step."""
+    """A training run that records which items were in each batch, and the loss at each step."""
 
     def __init__(self) -> None:
         self.model = nn.Sequential(
@@ -175,7 +179,7 @@ class Trainer:
 
 
 class ReadBacks(EagerDispatchMode):
-    """Counts what makes the host wait: values that are copied from ``device_type`` to the CPU."""
+    """A mode that counts what makes the host wait: copies from ``device_type`` to the CPU."""
 
     ASKING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select")
 
@@ -204,7 +208,7 @@ class ReadBacks(EagerDispatchMode):
 
 
 class Leaving(EagerDispatchMode):
-    """Counts the numbers in a recorded graph that are copied between each pair of devices.
+    """A mode that counts, by source device, the elements that are copied to another device.
 
     Tensors that don't require a gradient, such as labels, aren't counted.
     """

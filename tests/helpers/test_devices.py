@@ -35,7 +35,7 @@ def test_lab_returns_virtual_gpus_if_there_are_no_real_ones(real_gpus):
     real_gpus(0)
     assert devices.lab(3) == [torch.device("vgpu", index) for index in range(3)]
     assert torch.ones(2, device="vgpu:2").device == torch.device("vgpu:2")
-    assert "Virtual GPUs fill in" in str(devices.describe(3))
+    assert "Virtual ones are used" in str(devices.describe(3))
 
 
 def test_lab_returns_real_gpus_if_there_are_enough(real_gpus):

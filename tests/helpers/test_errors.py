@@ -26,7 +26,7 @@ def test_expected_error_fails_if_nothing_is_raised():
 
 def test_expected_error_fails_for_a_different_message():
     with (
-        pytest.raises(AssertionError, match="without 'apples'; it says: pears"),
+        pytest.raises(AssertionError, match="lacks 'apples'; it says: pears"),
         expected_error(ValueError, "apples"),
     ):
         raise ValueError("pears")

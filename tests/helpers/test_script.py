@@ -34,5 +34,5 @@ def test_show_lines_rejects_an_unknown_name_and_lists_the_known_ones():
 
 def test_printed_step_s_reads_times_in_any_unit():
     assert script.printed_step_s("a step takes 443 ms of virtual time") == pytest.approx(0.443)
-    with pytest.raises(ValueError, match="no step was predicted"):
+    with pytest.raises(ValueError, match="no predicted step time"):
         script.printed_step_s("step 10: loss 4")

@@ -52,7 +52,7 @@ def test_different_values_never_look_the_same(yours, expected):
         ([1, 2, 9], [1, 3, 4], ["most at [2]: 9, not 4", "2 of 3 differ"]),
         (["a", "b"], ["a", "c"], ["first at [1]: 'b', not 'c'", "1 of 2"]),
         ([1, 2], (1, 2), ["a list of 2, not a tuple of 2"]),
-        ({"a": 1}, {"b": 1}, ["lacks 'b'", "has in addition 'a'"]),
+        ({"a": 1}, {"b": 1}, ["lacks 'b'", "also has 'a'"]),
         ({"a": "x", "b": "y"}, {"a": "x", "b": "z"}, ["['b']: 'y', not 'z'"]),
         (2, 5, []),
         (2.0, 2, []),

@@ -89,7 +89,7 @@ def test_a_button_makes_a_guess_and_opens_its_explanation(displayed):
     controls, shown = displayed
     (before,) = shown.outputs
     assert before["data"] == {
-        "text/plain": "Make guess 4a above, or skip it: then this shows both."
+        "text/plain": "Make guess 4a above, or skip it, to see the outcome."
     }
     same, different, skip = controls.children[0].children
     different.click()

@@ -200,7 +200,7 @@ WRONG = {
             "def accumulate(parallel, micro_batches):\n"
             "    x, y = (torch.cat(part) for part in zip(*micro_batches))\n"
             "    nn.functional.mse_loss(parallel(x), y).backward()",
-            "Joined micro-batches",
+            "Merged micro-batches",
         ),
         (
             # Sent once, and each micro-batch separately, but every graph is kept until the end.

@@ -105,7 +105,7 @@ WRONG = {
             "    dist.all_reduce(total)\n"
             "    x, y = (torch.cat(part) for part in zip(*micro_batches))\n"
             f"    ({_RIGHT}).backward()",
-            "Joined micro-batches",
+            "Merged micro-batches",
         ),
         (
             "def accumulate(parallel, micro_batches):\n"
