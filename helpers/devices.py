@@ -42,7 +42,7 @@ def lab(count: int) -> list[torch.device]:
 
 
 def describe(count: int = 8) -> Table:
-    """Return a table of this machine's devices, which ones lessons with ``count`` GPUs use, and why."""
+    """Return a table of what this machine has, what lessons with ``count`` GPUs use, and why."""
     kind, why = _choose(count)
     threads = torch.get_num_threads()
     used = f"{count} {'virtual' if kind == 'vgpu' else 'real'} GPU{'s' if count > 1 else ''}"

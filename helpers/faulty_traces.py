@@ -126,7 +126,7 @@ def _trained(
 def _recorded(prepare: Prepare, rank: int = 0) -> vgpu.Timeline:
     with _rank(rank):
         step = prepare()
-        for _ in range(2):  # the first creates optimizer state; in the second, DDP rebuilds its buckets
+        for _ in range(2):  # the optimizer creates its state, then DDP rebuilds its buckets
             step()
         with vgpu.record() as timeline:
             for number in range(STEPS):

@@ -1,1 +1,1 @@
-"""What a teacher needs besides the lessons: editions, the class check, slides and the book."""
+"""Tools for teachers, besides the lessons: editions, the class check, slides and the book."""

@@ -1,11 +1,11 @@
-"""The course as a site to read without running: the executed lessons, searchable, light and dark.
+"""Build the course as a site: executed lessons, searchable, with light and dark themes.
 
     python -m teaching.book build/book --repository https://github.com/owner/name
 
-Given the repository's address, which GitHub's workflows know by themselves, each lesson has a
+With the repository's address, which is set by default in GitHub's workflows, each lesson has a
 button that opens it on Binder, and links back to the repository.
 
-It's built by Sphinx with MyST-NB. Nothing is downloaded, either to build it or to read it.
+The site is built with Sphinx and MyST-NB. Neither building nor reading it downloads anything.
 """
 
 import argparse
@@ -62,7 +62,7 @@ CONFIGURATION: dict[str, Any] = {
 
 
 def build(target: Path, cache: Path, repository: str = "") -> None:
-    """Build the site in a folder, which must be new, or a site from an earlier call.
+    """Build the site in a new folder, or in place of a site from an earlier call.
 
     Raises RuntimeError if Sphinx warns or a link is broken, and FileExistsError if the folder
     contains something else.
@@ -96,7 +96,7 @@ def build(target: Path, cache: Path, repository: str = "") -> None:
 
 
 def configuration(repository: str) -> dict[str, Any]:
-    """Sphinx's configuration, with links to the repository if its address is given."""
+    """Return Sphinx's configuration, with links to the repository if its address is known."""
     if not repository:
         return CONFIGURATION
     links = {
@@ -117,7 +117,7 @@ def configuration(repository: str) -> dict[str, Any]:
 
 
 def write_sources(source: Path, cache: Path) -> None:
-    """Write the pages that Sphinx reads: executed lessons, the first page, the table of claims."""
+    """Write the pages that Sphinx reads: executed lessons, first page, claims and glossary."""
     (source / "_static").mkdir(parents=True)
     unused = glossary_terms()
     for path in lessons.NOTEBOOKS:
@@ -139,7 +139,7 @@ def write_sources(source: Path, cache: Path) -> None:
                 if "text/html" in output.get("data", {}):
                     output.data["text/html"] = _as_pages(output.data["text/html"])
         if answered:
-            print(f"  {answered} answers of its explorer, computed in {took_s:.0f} s", flush=True)
+            print(f"  {answered} explorer answers, computed in {took_s:.0f} s", flush=True)
         nbformat.write(notebook, source / path.name)
     ledger = claims.read(lessons.ROOT / "notebooks")
     verdicts = [claim.verdict for claim in ledger]
@@ -176,12 +176,12 @@ def write_sources(source: Path, cache: Path) -> None:
 
 
 def glossary_terms() -> list[str]:
-    """The glossary's headings."""
+    """Return the glossary's headings."""
     return re.findall(r"^## (.*)$", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def link_first_uses(markdown: str, terms: list[str]) -> str:
-    """A lesson's text in which the first use of each term links to the glossary.
+    """Return a lesson's text with the first use of each term linked to the glossary.
 
     Terms that have been linked are removed from ``terms``. Plurals and capitalized terms count, but
     not parts of longer words.
@@ -200,7 +200,7 @@ def link_first_uses(markdown: str, terms: list[str]) -> str:
 
 
 def _as_pages(text: str) -> str:
-    """HTML in which links to notebooks and their cells lead to the site's pages and sections."""
+    """Return HTML in which links to notebooks and cells lead to the site's pages and sections."""
 
     def page(link: re.Match[str]) -> str:
         path = lessons.ROOT / "notebooks" / link[1]
@@ -211,7 +211,7 @@ def _as_pages(text: str) -> str:
 
 
 def claims_page(ledger: list[claims.Claim]) -> str:
-    """The ledger as a page: one row per claim, with a link to the section that settles it."""
+    """Return the ledger as a page: one row per claim, with a link to the section that settles it."""
     rows = ["| id | claim | verdict | what holds | lesson |", "|---|---|---|---|---|"]
     for claim in ledger:
         where = f"lesson {claim.lesson}"
@@ -224,9 +224,9 @@ def claims_page(ledger: list[claims.Claim]) -> str:
         [
             "# The claims",
             "",
-            "What people say about PyTorch on several GPUs, and what running it today showed. "
-            "Each claim was settled by a cell of the lesson named, which asserts it. Predicted "
-            "means that only a cost model shows it.",
+            "What people say about PyTorch on multiple GPUs, and what running it today showed. "
+            "Each claim is settled by a cell in the lesson named, which asserts the result. "
+            "*Predicted* means that only a cost model shows it.",
             "",
             *rows,
             "",
@@ -237,12 +237,12 @@ def claims_page(ledger: list[claims.Claim]) -> str:
 
 
 def _slug(heading: str) -> str:
-    """A heading's anchor as created by MyST, following GitHub; the build warns if it's missing."""
+    """Return a heading's anchor as MyST and GitHub create it; the build warns if it's missing."""
     return re.sub(r"[^\w-]", "", heading.lower().replace("`", "").replace(" ", "-"))
 
 
 class _Page(html.parser.HTMLParser):
-    """Ids, links and loaded resources of a page."""
+    """A parser that collects a page's ids, links and loaded resources."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class _Page(html.parser.HTMLParser):
 
 
 def broken_links(site: Path) -> Iterator[str]:
-    """Broken links within a site, and anything that its pages would fetch from elsewhere."""
+    """Yield broken links within a site, and anything that its pages would fetch from elsewhere."""
     pages = {}
     for path in site.rglob("*.html"):
         if "_static" in path.parts:
@@ -283,11 +283,11 @@ def broken_links(site: Path) -> Iterator[str]:
             if not aim.exists():
                 yield f"{name}: {address}"
             elif parts.fragment and aim in pages and unquote(parts.fragment) not in pages[aim].ids:
-                yield f"{name}: {address} (no such place on that page)"
+                yield f"{name}: {address} (no such anchor on that page)"
 
 
 def _repository_of_the_workflow() -> str:
-    """The address of the repository whose workflow this is; "" outside of GitHub's workflows."""
+    """Return the address of the repository whose workflow is running; "" if there's none."""
     name = os.environ.get("GITHUB_REPOSITORY", "")
     return f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{name}" if name else ""
 
@@ -295,7 +295,7 @@ def _repository_of_the_workflow() -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="teaching.book", description=__doc__.split("\n")[0])
     parser.add_argument("target", type=Path, help="the site's folder")
-    parser.add_argument("--repository", default=_repository_of_the_workflow(), help="its address")
+    parser.add_argument("--repository", default=_repository_of_the_workflow(), help="the repository's URL")
     options = parser.parse_args(arguments)
     try:
         build(options.target, lessons.ROOT / "build" / "executed", options.repository)

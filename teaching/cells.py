@@ -1,4 +1,4 @@
-"""Runs code cells as a notebook does, with display, f?, !ls, %magics and top-level await."""
+"""Run code cells as a notebook does, with display, f?, !ls, %magics and top-level await."""
 
 import atexit
 import sys
@@ -10,7 +10,7 @@ from traitlets.config import Config
 
 
 class _Compiler(CachingCompiler):
-    """Names code as passed to ``Shell.run``, so that tracebacks show that name."""
+    """A compiler that gives code the name passed to ``Shell.run``, which tracebacks then show."""
 
     name = "cell"
 
@@ -24,17 +24,17 @@ class Shell(InteractiveShell):
     def __init__(self, namespace: dict[str, Any]) -> None:
         config = Config({"HistoryManager": {"enabled": False}})
         super().__init__(user_ns=namespace, config=config, compiler_class=_Compiler)
-        # It would keep each shell's names until the end, and collect garbage once for each of them.
+        # This handler would keep each shell's names until exit, and collect garbage once per shell.
         atexit.unregister(self.atexit_operations)
 
     def run(self, source: str, name: str) -> None:
-        """Run one cell; raises what it raises, including SystemExit and KeyboardInterrupt."""
+        """Run one cell; raise whatever it raises, including SystemExit and KeyboardInterrupt."""
         assert isinstance(self.compile, _Compiler)
         self.compile.name = name
         self.run_cell(source, silent=True).raise_error()
 
     def run_line_magic(self, magic_name: str, line: str, _stack_depth: int = 1) -> Any:
-        # Extensions that only the learner's machine had, such as a formatter, are left out.
+        # Skip extensions that only the learner's machine had, such as a formatter.
         if self.find_line_magic(magic_name) is None:
             return None
         try:

@@ -1,9 +1,9 @@
-"""Checks the exercises of a whole class: who solved what.
+"""Check a class's exercises: who solved what.
 
     python -m teaching.class_check handed_in --csv results.csv
 
 ``handed_in`` has one folder per learner, with the notebooks anywhere inside it. Each learner's
-lesson is judged in its own process, under a time and a memory limit, which include the processes
+lesson is judged in its own process, under time and memory limits, which also cover the processes
 that it starts. These are limits, not a sandbox: an answer can read files and use the network as you
 can, and forge its own verdict; docs/teaching.md says what to do about it.
 """
@@ -54,7 +54,7 @@ class Verdict:
 def judge(
     who: str, notebook: Path, lesson: Path, limits: Limits, stop: threading.Event
 ) -> list[Verdict]:
-    """The verdicts on all exercises of one learner's lesson, whatever happens.
+    """Return the verdicts on all exercises in one learner's lesson, whatever happens.
 
     Exercises without a verdict when ``stop`` is set are "not judged".
     """
@@ -82,10 +82,10 @@ def judge(
 
 
 def check_class(folder: Path, limits: Limits, jobs: int = 1) -> list[Verdict]:
-    """The verdicts on everything that a class handed in, learner by learner.
+    """Return the verdicts on everything that a class handed in, learner by learner.
 
-    A learner without any lesson has one verdict, without an exercise. After Ctrl-C, the rest is
-    "not judged". Raises ValueError for a folder without a class.
+    A learner without any lesson has one verdict, without an exercise. After Ctrl-C, the remaining
+    exercises are "not judged". Raises ValueError if nobody in the folder handed in a lesson.
     """
     learners = handed_in(folder)
     stop = threading.Event()
@@ -97,7 +97,7 @@ def check_class(folder: Path, limits: Limits, jobs: int = 1) -> list[Verdict]:
             for copy, lesson in each.copies
         ]
         try:
-            # Only on a terminal, and on stderr: the table may be redirected.
+            # Show progress only on a terminal, and on stderr: the table may be redirected.
             for _ in tqdm(as_completed(work), "judged", lessons_in, unit="lesson", disable=None):
                 pass
         except KeyboardInterrupt:
@@ -107,7 +107,7 @@ def check_class(folder: Path, limits: Limits, jobs: int = 1) -> list[Verdict]:
 
 
 def at_once(limits: Limits) -> int:
-    """How many lessons this machine can judge in parallel, each within its memory limit.
+    """Return how many lessons this machine can judge in parallel, each within its memory limit.
 
     An answer may start two ranks, so using half the cores keeps the time limit fair.
     """
@@ -125,7 +125,7 @@ def _nothing(learner: Learner) -> Verdict:
 
 
 def table(verdicts: list[Verdict]) -> str:
-    """Learners and exercises as a table of marks, with each learner's number of right answers."""
+    """Return a table of marks by learner and exercise, with each learner's right answers counted."""
     ids = {v.exercise for v in verdicts if v.exercise}
     names = sorted(ids, key=lambda name: [*map(int, name.split("."))])
     found = {(v.who, v.exercise): MARKS[v.status] for v in verdicts}
@@ -142,7 +142,7 @@ def table(verdicts: list[Verdict]) -> str:
 
 
 def write_csv(path: Path, verdicts: list[Verdict]) -> None:
-    """Write every verdict as a row, with ``'`` before "=" and the like, so that no cell is a formula."""
+    """Write every verdict as a row, in which no cell can be taken for a formula."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(("who", "exercise", "status", "message"))
@@ -163,20 +163,20 @@ def main(arguments: list[str] | None = None) -> None:
     positive = _number(float, lambda x: 0 < x < math.inf, "a number above 0")
     count = _number(int, lambda n: n >= 1, "a whole number of at least 1")
     parser.add_argument(
-        "--seconds", type=positive, default=Limits.time_s, help="time limit per exercise"
+        "--seconds", type=positive, default=Limits.time_s, help="time limit per exercise, in seconds"
     )
-    parser.add_argument("--gib", type=positive, default=4.0, help="memory per exercise")
+    parser.add_argument("--gib", type=positive, default=4.0, help="memory limit per exercise, in GiB")
     parser.add_argument(
         "--jobs", type=count, help="lessons judged at once (default: as many as fit)"
     )
     options = parser.parse_args(arguments)
     limits = Limits(options.seconds, int(options.gib * 2**30))
-    # A name that this terminal can't encode must not prevent the table.
+    # A name that this terminal can't encode must not keep the table from being printed.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if options.csv:
-            options.csv.open("a").close()  # now, not after an hour of judging
+            options.csv.open("a").close()  # fail now, not after an hour of judging
         verdicts = check_class(options.folder, limits, options.jobs or at_once(limits))
         print(table(verdicts))
         if options.csv:

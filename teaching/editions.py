@@ -1,4 +1,4 @@
-"""Two editions to hand out, from the same notebooks: without solutions, and solved.
+"""Make an edition to hand out, from the same notebooks: without solutions, or solved.
 
     python -m teaching.editions student build/student.zip
     python -m teaching.editions solved build/solved
@@ -34,13 +34,13 @@ EDITIONS = ("student", "solved")
 KEPT_BACK = (
     "<details>\n<summary>Solution</summary>\n\nNot in this edition: ask your teacher.\n\n</details>"
 )
-# A Markdown link, around text or a picture, but not the picture's own.
+# A Markdown link around text or an image, but not the image itself.
 _LINK = re.compile(r"(?<!!)\[(?P<text>!\[[^\]]*\]\([^)]*\)|[^\[\]]*)\]\((?P<target>[^)\s]*)\)")
 # What the README says about tools that only a clone has.
 _OF_A_CLONE = re.compile(r"<!-- clone -->.*?<!-- /clone -->", re.DOTALL)
 START = """# {title}
 
-You need Python 3.11 or newer, and on Linux and macOS make. In this folder:
+You need Python 3.11 or newer and, on Linux and macOS, make. In this folder:
 
 - Linux and macOS: `make lab`
 - Windows: `py setup_venv.py`, then `.venv\\Scripts\\python open_lab.py`
@@ -50,14 +50,14 @@ The first run downloads the packages. After that, JupyterLab starts right away.
 {note}
 """
 NOTES = {
-    "student": "Write your answers into the cells marked for them, save, and hand in the folder "
-    "`notebooks`. The solutions and the tests stay with the teacher.",
+    "student": "Write your answers in the cells marked for them, save, and hand in the `notebooks` "
+    "folder. The solutions and the tests stay with the teacher.",
     "solved": "Each exercise's cell contains its solution. The tests stay with the teacher.",
 }
 
 
 def edition(notebook: dict[str, Any], kind: str) -> dict[str, Any]:
-    """A lesson's notebook (nbformat 4 as a dictionary) in one of ``EDITIONS``; a new dictionary.
+    """Return a lesson's notebook (an nbformat 4 dictionary) in one of ``EDITIONS``, as a copy.
 
     In the student edition, a solution is replaced with a note that the teacher has it; in the
     solved one, an exercise's cell contains the solution. Cells keep their ids and tags.
@@ -75,7 +75,7 @@ def edition(notebook: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _core_alone(cells: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """A lesson's core, with plain text in place of links to what's left out."""
+    """Return a lesson's core, with plain text in place of links to what's left out."""
     kept = sections.core(cells)
     prose = [sections.source(cell) for cell in kept if cell["cell_type"] == "markdown"]
     headings = re.findall(r"^#+ (.*)$", "\n".join(prose), re.MULTILINE)
@@ -134,11 +134,11 @@ def _unlink(folder: Path) -> None:
 
 
 def write(kind: str, target: Path, cores_of: Sequence[str] = ()) -> int:
-    """Write an edition into a new folder, or into a zip file if ``target`` ends in .zip.
+    """Write an edition to a new folder, or to a zip file if ``target`` ends in .zip.
 
-    With ``cores_of``, such as ("00", "04"), it has only the cores of these lessons. Returns the
-    number of exercises in it. Raises FileExistsError if the target exists, so that nobody's answers
-    are overwritten.
+    With ``cores_of``, such as ("00", "04"), the edition has only the cores of these lessons.
+    Returns the number of exercises in the edition. Raises FileExistsError if the target exists, so
+    that nobody's answers are overwritten.
     """
     if target.exists():
         raise FileExistsError(f"{target} already exists: choose another name, or remove it first")

@@ -20,7 +20,7 @@ LARGEST_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Learner:
-    """What one learner handed in: the newest copy of each lesson, with the course's own."""
+    """What one learner handed in: the newest copy of each lesson, with the course's original."""
 
     who: str
     copies: list[tuple[Path, Path]]
@@ -30,9 +30,9 @@ class Learner:
 
 
 def handed_in(folder: Path) -> list[Learner]:
-    """Who handed in what: a learner is a folder in ``folder``.
+    """Return who handed in what; each folder in ``folder`` is a learner.
 
-    Raises ValueError if there is no such folder, or none with a lesson in it.
+    Raises ValueError if ``folder`` doesn't exist, or if nobody handed in a lesson.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; it should have one folder per learner")
@@ -41,7 +41,7 @@ def handed_in(folder: Path) -> list[Learner]:
     if not any(learner.copies for learner in learners):
         zips = [path.name for path in entries if path.suffix == ".zip"]
         zips += [name for learner in learners for name in learner.others if name.endswith(".zip")]
-        advice = f"; unpack {printable(zips[0])}, for one" if zips else ""
+        advice = f"; unpack {printable(zips[0])}, for example" if zips else ""
         raise ValueError(
             f"{folder} has no folder with a lesson (such as 04_dataparallel_shapes.ipynb){advice}"
         )
@@ -52,7 +52,7 @@ def _learner(folder: Path) -> Learner:
     originals = {lessons.number(path): path for path in (*lessons.NOTEBOOKS, lessons.EXAM)}
     newest: dict[str, tuple[float, Path]] = {}
     others = []
-    # os.walk skips folders that it can't read, and doesn't follow links in circles.
+    # os.walk skips folders that it can't read, and doesn't follow symbolic links to folders.
     for place, _, names in os.walk(folder):
         for name in sorted(names):
             found = re.search(r"(?<!\d)(\d\d)_.*\.ipynb$", name)
@@ -71,7 +71,7 @@ def _learner(folder: Path) -> Learner:
 
 
 def _changed_s(path: Path) -> float | None:
-    """When a file was changed; None for anything but a file, such as a pipe or a broken link."""
+    """Return when a file was last modified; None for anything else, such as a pipe."""
     try:
         found = path.stat()
     except OSError:
@@ -80,7 +80,7 @@ def _changed_s(path: Path) -> float | None:
 
 
 def answers(notebook: Path, lesson: Path) -> dict[str, list[str]]:
-    """The code cells in a learner's copy of a lesson for each exercise of ``lesson``.
+    """Return each exercise's code cells in a learner's copy of ``lesson``.
 
     An answer consists of all code cells between an exercise's statement and its check, found by
     tag, or by id if a tool has dropped the tags. An exercise whose cells are missing is left out.
@@ -114,12 +114,14 @@ def _place(cells: list[dict], lesson: Path, tag: str) -> int | None:
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    """Text for any terminal and file: everything that's neither printable nor ``kept`` is escaped,
-    such as control characters, lone surrogates, and bytes of a name that aren't UTF-8.
+    """Escape everything in a text that's neither printable nor in ``kept``.
+
+    This includes control characters, lone surrogates, and bytes of a file name that aren't UTF-8.
+    Any terminal and file can take the result.
     """
     return "".join(c if c.isprintable() or c in kept else _spelled_out(c) for c in text)
 
 
 def _spelled_out(character: str) -> str:
-    # Python has a file name's odd byte 0xfc as the surrogate 0xdcfc.
+    # Python represents an undecodable byte in a file name, such as 0xfc, as the surrogate 0xdcfc.
     return ascii(character)[1:-1].replace("\\udc", "\\x")

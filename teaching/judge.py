@@ -1,10 +1,10 @@
-"""Runs one learner's answers to a lesson and checks them, in a process that can be killed.
+"""Run one learner's answers to a lesson and check them, in a process that can be killed.
 
 ``teaching.judging`` starts it in a folder with a file ``job``. For each exercise, a file
 ``<id>.begun`` appears there, then ``<id>.verdict``: the status, a line break, the message.
 
-A check calls what the answer defines, so both run in this process, and an answer that tries to
-forge its verdict can. The process has read no notebook, and so has no solution.
+A check calls what the answer defines, so both run in this process, and an answer could forge its
+verdict. The process reads no notebook, so it has no solution.
 """
 
 import json
@@ -40,7 +40,10 @@ class Task:
 
 
 def task(lesson: Path, exercise_id: str, answer: str | Sequence[str]) -> Task:
-    """``lesson`` is the course's notebook, not the learner's copy; an answer is one or more cells."""
+    """Return the task for an answer, which is one or more cells.
+
+    ``lesson`` is the course's notebook, not the learner's copy.
+    """
     before = (*lessons.tagged(lesson, "setup"), *lessons.tagged(lesson, f"given-{exercise_id}"))
     return Task(
         exercise_id,
@@ -51,7 +54,7 @@ def task(lesson: Path, exercise_id: str, answer: str | Sequence[str]) -> Task:
 
 
 def outcome_of(lesson: Path, exercise_id: str, answer: str | Sequence[str]) -> Outcome:
-    """The verdict on an answer, in this process. Raises what the answer's cells raise."""
+    """Return the verdict on an answer, judged in this process; raise what its cells raise."""
     main_module = sys.modules["__main__"]
     try:
         shell = Shell({"__name__": "__main__"})
@@ -89,11 +92,11 @@ def _outcome(todo: Task, shell: Shell) -> Outcome:
 
 
 def _text(error: BaseException) -> str:
-    """An error's type and message; its own ``__str__`` may fail."""
+    """Return an error's type and message; its own ``__str__`` may fail."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:
-        return f"{type(error).__name__}, which has no message"
+        return f"{type(error).__name__}, whose message can't be read"
 
 
 def main(folder: Path) -> NoReturn:
@@ -105,7 +108,7 @@ def main(folder: Path) -> NoReturn:
         for descriptor in (0, 1, 2):
             os.dup2(nowhere.fileno(), descriptor)
     pid = os.getpid()
-    # One shell for the lesson: later answers can use the names of earlier ones.
+    # There's one shell for the lesson, so later answers can use names from earlier ones.
     shell = Shell({"__name__": "__main__"})
     for fields in job["tasks"]:
         todo = Task(**fields)
@@ -114,20 +117,23 @@ def main(folder: Path) -> NoReturn:
             (folder / f"{todo.exercise}.begun").touch()
             outcome = _outcome(todo, shell)
             verdict = f"{outcome.status}\n{outcome}"
-        except BaseException as error:  # an answer may raise SystemExit, or anything
+        except BaseException as error:  # an answer may raise SystemExit, or anything else
             verdict = f"error\n{_text(error)}"
         if os.getpid() != pid:
-            os._exit(0)  # the answer has forked, and this isn't the judge
+            os._exit(0)  # this is a fork that the answer made, not the judge
         text = verdict[:LONGEST_MESSAGE].encode("utf-8", errors="backslashreplace")
         (folder / "verdict").write_bytes(text)
-        # So that whoever waits for it finds it complete.
+        # Rename the file once it's written, so that whoever waits for it finds it complete.
         os.replace(folder / "verdict", folder / f"{todo.exercise}.verdict")
     # Threads that an answer left running must not keep the process alive.
     os._exit(0)
 
 
 def _limit_files(size_bytes: int) -> None:
-    """Limit the files that the process and its children may write, and disable core dumps (POSIX)."""
+    """Limit the size of files that this process and its children write (POSIX).
+
+    Core dumps are disabled, too.
+    """
     if sys.platform == "win32":
         return
     import resource

@@ -1,4 +1,4 @@
-"""One learner's answers to a lesson, judged in a separate process under time and memory limits."""
+"""Judge one learner's answers to a lesson in a separate process, under time and memory limits."""
 
 import json
 import os
@@ -20,17 +20,17 @@ from vgpu.launch import guard
 from vgpu.units import format_bytes
 
 POLL_S = 0.1
-# Loading PyTorch and running a lesson's own setup don't count as the learner's time.
+# Loading PyTorch and running a lesson's own setup don't count toward the learner's time.
 PREPARE_S = 300.0
 END_S = 10.0
-"""For a process to be gone once it is asked to end; then it is killed."""
+"""How long a process may take to end when it's asked to; then it's killed."""
 STOPPED = "not judged"
 FROM_A_CHECK = ("right", "wrong", "not attempted", "error")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one exercise may take: seconds of wall time, and bytes of memory, including its children."""
+    """One exercise's limits: seconds of wall time, and bytes of memory, child processes included."""
 
     time_s: float = 120.0
     memory_bytes: int = 4 * 2**30
@@ -48,10 +48,10 @@ class Judged:
 
 
 def judged(tasks: Sequence[Task], limits: Limits, stop: threading.Event) -> Iterator[Judged]:
-    """A verdict for each task, in order, until ``stop`` is set.
+    """Yield a verdict for each task, in order, until ``stop`` is set.
 
     After an answer that ends the process or exceeds a limit, a new process continues. It first
-    reruns the previous answers, since later ones may use their names.
+    reruns the earlier answers, since later ones may use names from them.
     """
     left, earlier, alone = list(tasks), list[Task](), False
     while left and not stop.is_set():
@@ -70,9 +70,9 @@ def judged(tasks: Sequence[Task], limits: Limits, stop: threading.Event) -> Iter
         if not verdict.ended:
             return
         if task not in left:
-            earlier = []  # it ended the process when it was rerun
+            earlier = []  # an earlier answer ended the process when it was rerun
         elif verdict.status == "error" and earlier and not alone:
-            alone = True  # an earlier answer may have caused the end: try again without those
+            alone = True  # an earlier answer may have caused the end: try again without them
         else:
             left.remove(task)
             alone = False
@@ -81,7 +81,7 @@ def judged(tasks: Sequence[Task], limits: Limits, stop: threading.Event) -> Iter
 
 @contextmanager
 def _started(tasks: list[Task], limits: Limits, stop: threading.Event) -> Iterator["_Process"]:
-    """The process that judges these tasks; it and everything it started end with the context."""
+    """Start a process that judges these tasks; it and its descendants end with the context."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "home").mkdir()
@@ -95,7 +95,7 @@ def _started(tasks: list[Task], limits: Limits, stop: threading.Event) -> Iterat
 
 
 def _environment(home: Path) -> dict[str, str]:
-    # None of the teacher's variables that answers don't need.
+    # Pass on only those of the teacher's variables that answers need.
     wanted = ("PATH", "LANG", "LD_LIBRARY_PATH", "SYSTEMROOT", "VGPU_DEVICES")
     kept = {name: os.environ[name] for name in wanted if name in os.environ}
     return kept | {
@@ -115,7 +115,7 @@ class _Process:
 
     def __init__(self, folder: Path, limits: Limits, stop: threading.Event) -> None:
         self._folder, self._limits, self._stop = folder, limits, stop
-        # Without a name, so that no answer can replace it with a pipe. Closed in end().
+        # This file has no name, so that no answer can replace it with a pipe. end() closes it.
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", "teaching.judge", str(folder)],
@@ -127,7 +127,7 @@ class _Process:
             start_new_session=True,  # the teacher's process handles Ctrl-C
         )
         self._family: set[psutil.Process] = set()
-        """All descendants seen so far, including those that later leave it."""
+        """The process and all descendants seen so far, including those whose parent has exited."""
 
     def verdict(self, exercise: str) -> Judged:
         begun, written = (self._folder / f"{exercise}.{end}" for end in ("begun", "verdict"))
@@ -145,7 +145,7 @@ class _Process:
         return Judged(exercise, status, message)
 
     def _wait_for(self, files: Sequence[Path], limit_s: float) -> tuple[str, str]:
-        """Wait until one of the files exists: ("", ""), or the status and message of a failure."""
+        """Wait until one of the files exists; return ("", ""), or a failure's status and message."""
         deadline_s = time.monotonic() + limit_s
         while True:
             over = self._process.poll() is not None
@@ -158,7 +158,7 @@ class _Process:
             used_bytes, allowed_bytes = self._memory_bytes(), self._limits.memory_bytes
             if used_bytes > allowed_bytes:
                 used, allowed = format_bytes(used_bytes), format_bytes(allowed_bytes)
-                return "too much memory", f"took {used}; {allowed} are allowed"
+                return "too much memory", f"used {used}; the limit is {allowed}"
             if time.monotonic() > deadline_s:
                 return "too slow", f"did not finish within {limit_s:g} s"
             time.sleep(POLL_S)
@@ -175,11 +175,11 @@ class _Process:
         resident_bytes = sum(_of(each, "memory_info", "rss") for each in self._family)
         if resident_bytes <= self._limits.memory_bytes or sys.platform != "linux":
             return resident_bytes
-        # Pages that several processes share count once, but that takes longer to determine.
+        # Count pages that processes share only once; this takes longer.
         return sum(_of(each, "memory_full_info", "pss") for each in self._family)
 
     def end(self) -> None:
-        self._memory_bytes()  # a last look at which processes exist
+        self._memory_bytes()  # check one last time which processes exist
         if self._process.poll() is None:
             guard.end(self._process.pid)
         try:
@@ -195,7 +195,7 @@ class _Process:
 
 
 def _of(process: psutil.Process, method: str, field: str) -> int:
-    """A number about a process; 0 if it has exited or belongs to another user."""
+    """Return a process statistic; 0 if the process has exited or belongs to another user."""
     try:
         return int(getattr(getattr(process, method)(), field))
     except psutil.Error:

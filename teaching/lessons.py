@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EXAM = ROOT / "teaching" / "exam" / "99_exam.ipynb"
-"""Its number and ids are those of a lesson 99, so that it's judged like one."""
+"""The exam has the number and exercise ids of a lesson 99, so it's judged like a lesson."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def cells(path: Path) -> tuple[Cell, ...]:
 
 
 def number(path: Path) -> str:
-    """The lesson's two digits, or "" for an appendix."""
+    """Return the lesson's two digits, or "" for an appendix."""
     found = re.match(r"(\d\d)_", path.name)
     return found[1] if found else ""
 
@@ -55,7 +55,7 @@ def tagged(path: Path, tag: str) -> list[Cell]:
 
 
 def heading_above(path: Path, cell_id: str) -> str:
-    """The text of the last heading before a cell, or in it."""
+    """Return the text of the last heading before a cell, or in it."""
     found = ""
     for cell in cells(path):
         if not cell.is_code:
@@ -76,18 +76,18 @@ def exercise_ids(path: Path) -> list[str]:
 
 
 def solution(path: Path, exercise_id: str) -> str:
-    """The Python code inside the folded solution of an exercise."""
+    """Return the Python code in an exercise's folded solution."""
     (cell,) = tagged(path, f"solution-{exercise_id}")
     return python_in(cell.source)
 
 
 def python_in(markdown: str) -> str:
-    """The Python code in the fenced blocks of a markdown text."""
+    """Return the Python code in the fenced blocks of a Markdown text."""
     return "\n".join(re.findall(r"```python\n(.*?)```", markdown, flags=re.DOTALL))
 
 
 def answer_expression(path: Path, exercise_id: str) -> str:
-    """What an exercise's check cell passes: the second argument of its ``check(...)``."""
+    """Return the expression that an exercise's check cell passes as ``check``'s second argument."""
     (cell,) = tagged(path, f"check-{exercise_id}")
     pattern = rf'check\("{re.escape(exercise_id)}",\s*(.*)\)\s*$'
     found = re.search(pattern, cell.source, re.DOTALL)

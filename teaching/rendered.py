@@ -1,4 +1,4 @@
-"""Executes lessons, with their outputs, for the book and the slides."""
+"""Execute lessons and keep their outputs, for the book and the slides."""
 
 import hashlib
 import os
@@ -19,14 +19,14 @@ CELL_SECONDS = 300
 # Lesson 15's explorer records dozens of layouts, which take a few seconds each on an idle machine.
 ANSWERS_SECONDS = 3600
 ASK = "from helpers.widgets import live\nlive.show_answers()\ndel live"
-LIVE_ONLY = "*This explorer has sliders: it lives in JupyterLab.*"
+LIVE_ONLY = "*This explorer has sliders in JupyterLab.*"
 
 
 def run(path: Path, cache: Path) -> nbformat.NotebookNode:
-    """A lesson, executed top to bottom in a fresh kernel; cached in ``cache`` until it changes.
+    """Execute a lesson in a fresh kernel; cache it in ``cache`` until it or the packages change.
 
-    A widget is replaced with its first picture and a sentence that it needs JupyterLab; ANSWERS is
-    added, a list of its explorers' answers (``helpers.widgets.live.answers``). Raises
+    A widget is replaced with its first picture and a sentence that says it needs JupyterLab. Its
+    explorers' answers (``helpers.widgets.live.answers``) are added as ANSWERS. Raises
     nbclient.exceptions.CellExecutionError if a cell fails.
     """
     kept = cache / f"{path.stem}-{_digest(path)}.ipynb"
@@ -41,7 +41,7 @@ def run(path: Path, cache: Path) -> nbformat.NotebookNode:
                 resources={"metadata": {"path": str(path.parent)}},
                 # A line may arrive in pieces, depending on when the kernel sends its output.
                 coalesce_streams=True,
-                # A kernel warns on the terminal that it's listening on this machine.
+                # Otherwise, the kernel prints a warning that it's listening on this machine.
                 extra_arguments=["--log-level=ERROR"],
             )
             client.execute(env=environment)
@@ -52,7 +52,7 @@ def run(path: Path, cache: Path) -> nbformat.NotebookNode:
 
 
 def _digest(path: Path) -> str:
-    """A digest of the lesson and of the packages behind it."""
+    """Return a digest of the lesson and the packages behind it."""
     digest = hashlib.sha256(path.read_bytes())
     for package in ("vgpu", "helpers"):
         for source in sorted((lessons.ROOT / package).rglob("*.py")):
@@ -61,7 +61,7 @@ def _digest(path: Path) -> str:
 
 
 def _ask_explorers(notebook: nbformat.NotebookNode) -> None:
-    """Ask each explorer for its answers right after its cell, in the state that it has there."""
+    """Ask each explorer for its answers right after its cell, in its state at that point."""
     cells = []
     for cell in notebook.cells:
         cells.append(cell)
@@ -101,13 +101,13 @@ def _settle(notebook: nbformat.NotebookNode) -> None:
 
 
 def _within(model_id: str, kept: dict) -> Iterator[str]:
-    """The widget itself and everything it contains, in order."""
+    """Yield the ids of the widget and everything it contains, in order."""
     yield model_id
     for child in kept.get(model_id, {}).get("state", {}).get("children", []):
         yield from _within(child.removeprefix("IPY_MODEL_"), kept)
 
 
 def _first_look(model_id: str, kept: dict) -> list[nbformat.NotebookNode]:
-    """What a widget, if it's an output, showed after the notebook had run."""
+    """Return what an output widget showed after the notebook had run; [] for other widgets."""
     outputs = kept.get(model_id, {}).get("state", {}).get("outputs", [])
     return [nbformat.from_dict(output) for output in outputs]

@@ -4,8 +4,8 @@
 
 Tags and headings determine where a slide starts; ``slide_type`` in a cell's metadata, as set in
 JupyterLab's property inspector, overrides that. Setup, checks, hints and solutions are left out. A
-cell's output and its assertions each appear on a further keypress, so the room can guess first.
-reveal.js is the copy included in sphinx-revealjs, so the slides work without a network.
+cell's output and its assertions each wait for a keypress, so the room can guess first. reveal.js is
+copied from sphinx-revealjs, so the slides work without a network.
 """
 
 import argparse
@@ -24,15 +24,15 @@ from teaching import lessons, rendered
 
 TEMPLATES = Path(__file__).parent / "templates"
 LEFT_OUT = ("setup", "check", "hint", "solution", "given")
-# How many lines of code fit on a slide of 1200 x 800, found by trial and error.
+# How many lines of code fit on a 1200 x 800 slide, found by trial and error.
 LINES_A_SLIDE = 28
 FIGURE_LINES = 13
 HELD = "held_back"
-"""The metadata of a cell that appears on the next keypress."""
+"""The metadata key of a cell that appears on the next keypress."""
 
 
 def split_at_headings(notebook: nbformat.NotebookNode) -> None:
-    """Split markdown cells before each "## ", so that an answer isn't on the next section's slide."""
+    """Split markdown cells before each "## ", so that each section starts on its own slide."""
     cells = []
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -68,17 +68,19 @@ def hold_back_assertions(notebook: nbformat.NotebookNode) -> None:
 
 
 def _assertions(source: str) -> list[tuple[int, int]]:
-    """The first and last line of each top-level assertion; none if it isn't plain Python."""
+    """Return each top-level assertion's first and last lines; [] if this isn't plain Python."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
-        return []  # a magic, or a command of the shell
+        return []  # a magic, or a shell command
     return [(n.lineno, n.end_lineno or n.lineno) for n in tree.body if isinstance(n, ast.Assert)]
 
 
 def slide_types(notebook: nbformat.NotebookNode) -> list[str]:
-    """For each cell: "slide", "subslide" (below the previous slide), "-" (same slide), "fragment"
-    (same slide, on the next keypress), or "skip".
+    """Return each cell's slide type.
+
+    The types are "slide", "subslide" (below the previous slide), "-" (same slide), "fragment" (same
+    slide, on the next keypress) and "skip".
 
     Assertions wait for a keypress, and so does prose after an output on the same slide. Prose and
     the code after it stay together, on a new subslide if they wouldn't fit. What follows a
@@ -115,13 +117,13 @@ def slide_types(notebook: nbformat.NotebookNode) -> list[str]:
 
 
 def _following(cells: list[nbformat.NotebookNode], index: int) -> int:
-    """The lines of the code cell after a markdown cell, at most as many as fit on a slide."""
+    """Return the lines of the code cell after a markdown cell, at most as many as a slide fits."""
     after = cells[index + 1] if index + 1 < len(cells) else None
     return min(_lines(after), LINES_A_SLIDE) if after and after.cell_type == "code" else 0
 
 
 def _lines(cell: nbformat.NotebookNode) -> int:
-    """About how many lines a cell takes on a slide, including its outputs."""
+    """Return about how many lines a cell takes on a slide, including its outputs."""
     if cell.cell_type == "markdown":
         return sum(1 + len(line) // 90 for line in cell.source.splitlines() if line.strip()) + 1
     lines = len(cell.source.splitlines()) + 1
@@ -155,7 +157,7 @@ def write(target: Path, cache: Path) -> list[Path]:
 
 
 def as_slides(notebook: nbformat.NotebookNode, name: str) -> str:
-    """The page with one lesson's slides; expects reveal.js in a folder of that name next to it."""
+    """Return the page with one lesson's slides; it needs a folder ``reveal.js`` next to it."""
     for cell, kind in zip(notebook.cells, slide_types(notebook), strict=True):
         cell.metadata["slideshow"] = {"slide_type": kind}
     exporter = SlidesExporter(

@@ -43,20 +43,20 @@ Each lesson gets about {factor:.1f} times as long as its reading, guesses and ex
 
 Before each surprising cell, a lesson asks for a guess. Have everyone guess, with the buttons or by a show of hands, and only then run the next cell. A wrong guess is the best thing that can happen: ask whoever made it what they were thinking, and let the next cell answer.
 
-People do exercises alone or in pairs while you walk around. The check tells them what's wrong, so you can ask "what does it expect, and what did you give?"
+People do exercises alone or in pairs while you walk around. The check tells them what's wrong, so you can ask "what does it expect, and what did yours do?"
 
 {parts}
 """
 
 
 def cores(numbers: Sequence[str]) -> dict[Path, float]:
-    """The notebooks of these lessons, with how many minutes their cores take."""
+    """Return these lessons' notebooks, with the minutes that their cores take."""
     paths = [path for path in lessons.NOTEBOOKS if lessons.number(path) in numbers]
     return {path: sections.minutes(sections.core(lessons.raw(path)["cells"])) for path in paths}
 
 
 def timetable(half: str, numbers: Sequence[str], minutes: int) -> list[tuple[int, int, str]]:
-    """Rows of (start minute, duration, what) that fill ``minutes``.
+    """Return rows of (start minute, duration, what) that fill ``minutes``.
 
     The remaining time is divided among the lessons in proportion to their cores, rounded to five
     minutes; the last one takes what rounding leaves. A break comes before each of the last two.
@@ -85,7 +85,7 @@ def timetable(half: str, numbers: Sequence[str], minutes: int) -> list[tuple[int
 
 
 def page(archive: Path) -> str:
-    """The teacher's page, as Markdown."""
+    """Return the teacher's page, as Markdown."""
     guide = (lessons.ROOT / "docs" / "teaching.md").read_text(encoding="utf-8")
     parts = [
         part.strip()

@@ -34,7 +34,7 @@ _TRY_IT = (
 )
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# In a clone, the teacher's tools (the exam's checks and the class check) are next to this package.
+# In a clone, the teacher's tools are next to this package: the exam's checks and the class check.
 _COURSE = (_PACKAGE, _PACKAGE.parent / "teaching")
 
 

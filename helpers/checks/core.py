@@ -280,7 +280,7 @@ def expect_gradients(
             raise Wrong(
                 yours="a parameter without a gradient",
                 expected="a gradient for every parameter",
-                hint="Something cuts the graph: move tensors with .to() only, and don't detach them.",
+                hint="Something cuts the graph: move tensors only with .to(), and detach nothing.",
             )
         gradient, right = mine.grad.cpu(), theirs.grad.cpu()
         expect_close(gradient, right, hint=hint)

@@ -38,7 +38,7 @@ class Guess:
         self._shown: ipywidgets.Output | None = None
 
     def answer(self, value: Any) -> None:
-        """Set the guess: one of the choices, or numbers, possibly as text (``"8,0"`` for ``(8, 0)``).
+        """Set the guess: one of the choices, or numbers, which can be text (``"8,0"``).
 
         Raises ValueError for an unknown choice, or for too many or too few numbers.
         """
@@ -53,9 +53,10 @@ class Guess:
     def compare(self, outcome: Any, *, within: float = 0.0, unit: str = "") -> None:
         """Show the guess next to the outcome, and record whether they agree.
 
-        ``within`` is the relative tolerance for a number; 0.25 is a quarter of the outcome. ``unit``,
-        such as "ms", is appended to both. Until the guess is made or skipped, a sentence asks for it
-        instead. Raises ValueError if the outcome has more or fewer numbers than the guess.
+        ``within`` is the relative tolerance for a number; 0.25 is a quarter of the outcome.
+        ``unit``, such as "ms", is appended to both. Until the guess is made or skipped, a sentence
+        asks for it instead. Raises ValueError if the outcome has more or fewer numbers than the
+        guess.
         """
         if not self.one_of and len(_flat(outcome)) != self.numbers:
             raise ValueError(
@@ -72,7 +73,7 @@ class Guess:
             display(self._comparison)
 
     def controls(self) -> ipywidgets.Widget:
-        """Return a button for each choice, or a field for numbers, and a button to skip the guess."""
+        """Return a button for each choice, or a field for numbers, and a "skip" button."""
         skip = ipywidgets.Button(description="skip", layout={"width": "auto"})
         message = ipywidgets.HTML()
         if self.one_of:

@@ -15,8 +15,11 @@ from vgpu.tables import Table
 ANY = "any"
 PENDING = "pending"
 VERDICTS = ("true", "dated", "false", "predicted", "open")
-"""``predicted``: shown by the cost model only. A second cell of the lesson, tagged ``moves-<id>``, shows how
-the outcome changes with the model's free parameters."""
+"""``predicted``: shown only by the cost model.
+
+A second cell in the lesson, tagged ``moves-<id>``, shows how the outcome changes with the model's
+free parameters.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,10 @@ class Proof:
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim of the ledger, and its verdict.
+    """One claim in the ledger, and its verdict.
 
-    ``holds`` is what holds instead, the answer, or the limits of a true claim; ``believed`` is why people
-    say it. ``proof`` is None while the claim is pending.
+    ``holds`` is what holds instead, the answer to a question, or the limits of a true claim;
+    ``believed`` is why people say it. ``proof`` is None while the claim is pending.
     """
 
     id: str
@@ -53,15 +56,15 @@ class Claim:
 
     @property
     def status(self) -> str:
-        """One of ``VERDICTS``; "pending" if no cell has settled it yet."""
+        """One of ``VERDICTS``, or "pending" if no cell has settled the claim yet."""
         return PENDING if self.pending else self.verdict
 
 
 def read(folder: Path | str = ".") -> list[Claim]:
-    """All claims in ``folder``/claims.yml, each with its proof from the notebooks in that folder.
+    """Return all claims in ``folder``/claims.yml, with proofs from the notebooks in that folder.
 
-    If there are several proofs, the first in the claim's lesson counts. Raises FileNotFoundError for a
-    folder without a ledger.
+    If a claim has multiple proofs, the first in the claim's lesson counts. Raises FileNotFoundError
+    for a folder without a ledger.
     """
     path = Path(folder) / "claims.yml"
     if not path.exists():
@@ -75,7 +78,10 @@ def read(folder: Path | str = ".") -> list[Claim]:
 
 
 def lesson_of(notebook: Path) -> str:
-    """The value of a claim's ``lesson``: "01" for ``01_devices``, "old code" for ``appendix_old_code``."""
+    """Return the notebook's value for ``Claim.lesson``.
+
+    It's "01" for ``01_devices`` and "old code" for ``appendix_old_code``.
+    """
     first, _, rest = notebook.stem.partition("_")
     return rest.replace("_", " ") if first == "appendix" else first
 
@@ -85,8 +91,8 @@ def search(
 ) -> list[Claim]:
     """Return the claims with all of ``words``, this verdict, and this lesson.
 
-    ``words`` can be in any order, case, and inside longer words, in a claim's id, its sentence, what holds,
-    and why it's believed. ``ANY`` disables a filter.
+    ``words`` match in any order and case, also inside longer words, in a claim's id, its sentence,
+    what holds, and why it's believed. ``ANY`` disables a filter.
     """
     wanted = words.lower().split()
     return [
@@ -99,7 +105,7 @@ def search(
 
 
 def counts(claims: Iterable[Claim]) -> Table:
-    """The number of claims by lesson and verdict; the last row is the total."""
+    """Return a table of the number of claims by lesson and verdict; the last row has the totals."""
     claims = list(claims)
     statuses = [s for s in (*VERDICTS, PENDING) if search(claims, verdict=s)]
     rows: list[list[object]] = []
@@ -111,7 +117,7 @@ def counts(claims: Iterable[Claim]) -> Table:
 
 
 def listing(claims: Sequence[Claim]) -> Table:
-    """The claims as a table; each id is a link to the cell that proves it."""
+    """Return a table of the claims, in which each id links to the cell that proves the claim."""
     rows = [(c.id, c.status, c.claim, c.holds, _place(c)) for c in claims]
     header = ("claim", "verdict", "what is said", "what holds", "proved in")
     named = "1 claim" if len(claims) == 1 else f"{len(claims)} claims"
@@ -120,7 +126,10 @@ def listing(claims: Sequence[Claim]) -> Table:
 
 
 def answers(claims: Sequence[Claim]) -> Table:
-    """List claims, what holds instead, and why people believe them, with links as in ``listing``."""
+    """Return a table of claims, what holds instead, and why people believe them.
+
+    It has the same links as ``listing``.
+    """
     rows = [(c.id, c.claim, c.holds, c.believed) for c in claims]
     header = ("claim", "what is said", "what holds", "why people believe it")
     widths = dict.fromkeys(header[1:], "31%")
@@ -158,7 +167,7 @@ def _text(claim: Claim) -> str:
 
 
 def _proofs(path: Path) -> Iterator[tuple[str, Proof]]:
-    """Claim ids and their proving cells, in the order of the notebook."""
+    """Yield claim ids and the cells that prove them, in notebook order."""
     heading = ""
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])

@@ -1,4 +1,4 @@
-"""The course as a whole: its routes, its lessons, read from the notebooks, and your progress."""
+"""The course as a whole: its routes, its lessons (read from the notebooks), and your progress."""
 
 import json
 import re
@@ -21,10 +21,10 @@ ROUTES = (
 
 
 def overview(folder: Path | str = ".") -> Table:
-    """The lessons in ``folder``: minutes, what they build on, exercises, guesses.
+    """Return a table of the lessons in ``folder``: minutes, prerequisites, exercises, guesses.
 
-    The caption says where to continue. Appendices come last. Raises FileNotFoundError for a folder without
-    lessons.
+    The caption says where to continue. Appendices come last. Raises FileNotFoundError for a folder
+    without lessons.
     """
     paths = _lessons(folder)
     paths += sorted(Path(folder).glob("appendix_*.ipynb"))
@@ -50,7 +50,7 @@ def overview(folder: Path | str = ".") -> Table:
 
 
 def routes(folder: Path | str = ".") -> Table:
-    """Routes through the lessons in ``folder``: their lessons, and how long they take.
+    """Return a table of routes through the lessons in ``folder``, and how long they take.
 
     Missing lessons are left out. Raises FileNotFoundError as ``overview`` does.
     """
@@ -65,7 +65,7 @@ def routes(folder: Path | str = ".") -> Table:
 
 
 def go_on() -> str:
-    """A sentence that says where to continue: the first exercise after the last one solved."""
+    """Return a sentence that says where to continue: the first exercise after the last solved."""
     done = records.solved()
     order = exercises()
     reached = max((place for place, item in enumerate(order) if item.id in done), default=-1)

@@ -1,7 +1,8 @@
 """A lesson's core and its optional sections, and the minutes that they take.
 
-A section whose heading cell has the tag ``more`` is optional; JupyterLab shows it collapsed. It ends at the
-next heading of the same or a higher level. ``cells`` are those of a notebook file.
+A section whose heading cell has the tag ``more`` is optional; JupyterLab shows it collapsed. It
+ends at the next heading of the same or a higher level. ``cells`` is a notebook file's list of
+cells.
 """
 
 import json
@@ -12,13 +13,13 @@ from typing import Any
 
 WORDS_A_MINUTE, SECONDS_A_LINE, SECONDS_A_GUESS = 180, 4, 40
 COLLAPSED = "jp-MarkdownHeadingCollapsed"
-"""JupyterLab's name for a collapsed heading, in the metadata of its cell."""
+"""JupyterLab's key for a collapsed heading, in its cell's metadata."""
 
 
 def core(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cells outside of sections tagged ``more``."""
+    """Return the cells outside sections tagged ``more``."""
     kept = []
-    level_of_more = 0  # the level of the tagged heading; 0 outside of its section
+    level_of_more = 0  # the level of the tagged heading; 0 outside its section
     for cell in cells:
         heading = re.match(r"(#+) ", source(cell)) if cell["cell_type"] == "markdown" else None
         if heading and (not level_of_more or len(heading[1]) <= level_of_more):
@@ -29,7 +30,7 @@ def core(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def minutes(cells: Sequence[dict[str, Any]]) -> float:
-    """Estimated minutes: for reading prose and code, for guesses, and as stated by exercises.
+    """Estimate the minutes for prose, code and guesses, plus those that exercises state.
 
     Hints and solutions don't count.
     """
@@ -47,7 +48,7 @@ def minutes(cells: Sequence[dict[str, Any]]) -> float:
 
 
 def core_and_whole(path: Path) -> tuple[int, int]:
-    """Minutes of a lesson's core and of the whole lesson, rounded to five minutes."""
+    """Return the minutes for a lesson's core and for the full lesson, rounded to five minutes."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     near_core, near_whole = (5 * round(minutes(some) / 5) for some in (core(cells), cells))
     return near_core, near_whole

@@ -1,4 +1,4 @@
-"""The graph of a small expression, before and after a cut in its middle."""
+"""Explorer for the graph of a small expression, before and after a cut in the middle."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +27,8 @@ _NAMES = {name: getattr(torch, name) for name in ("exp", "tanh", "sigmoid", "rel
 class Comparison:
     """One expression computed twice: as written, and with the graph cut at ``h``.
 
-    ``kept_nodes`` and ``kept_edges`` are indices into ``graph``, the graph as written. A gradient is None if
-    the backward pass didn't reach the tensor.
+    ``kept_nodes`` and ``kept_edges`` are indices into ``graph``, the graph as written. A gradient
+    is None if the backward pass didn't reach the tensor.
     """
 
     inner: str
@@ -49,12 +49,12 @@ class Comparison:
 def compare(inner: str, outer: str, cut: str) -> Comparison:
     """Compute ``h = inner`` and ``y = outer`` as written and with ``h`` cut, and run backward.
 
-    The expressions may use the vectors x, w and v (three numbers each, all with gradients), the
-    functions exp, tanh, sigmoid and relu, and ``outer`` also h. ``cut`` is one of CUTS. Raises
-    ValueError for another cut, or if y isn't one number that depends on x, w or v.
+    The expressions may use the vectors x, w and v (three elements each, all requiring gradients)
+    and the functions exp, tanh, sigmoid and relu; ``outer`` may also use h. ``cut`` is one of CUTS.
+    Raises ValueError for another cut, or if y isn't a scalar that depends on x, w or v.
     """
     if cut not in CUTS:
-        raise ValueError(f"cut is {cut!r}; it can be one of {', '.join(CUTS)}")
+        raise ValueError(f"cut is {cut!r}; it must be one of {', '.join(CUTS)}")
     whole, h, whole_leaves = _evaluate(inner, outer, None)
     short, _, short_leaves = _evaluate(inner, outer, cut)
     graph = graph_of(whole, {**whole_leaves, "h": h})
@@ -83,7 +83,7 @@ def explore(inner: str, outer: str, cut: str) -> None:
 
 
 def graph_explorer() -> widgets.VBox:
-    """Put two dropdowns around ``explore``."""
+    """Return two dropdowns, with what ``explore`` shows for them."""
     options = [(f"h = {inner};  y = {outer}", (inner, outer)) for inner, outer in EXPRESSIONS]
     wide: Any = {"width": "30em"}
     controls = {
@@ -108,7 +108,7 @@ def _evaluate(
         h = h.data
     y = eval(outer, dict(_NAMES), {**leaves, "h": h})
     if y.dim() or not (y.requires_grad or cut):
-        raise ValueError(f"y = {outer} must be one number that depends on x, w or v; add .sum()")
+        raise ValueError(f"y = {outer} must be a scalar that depends on x, w or v; add .sum()")
     return y, h, leaves
 
 

@@ -1,4 +1,4 @@
-"""Explorer of activation checkpointing: depth and segments to bytes and recomputation, measured."""
+"""Explorer for activation checkpointing: measured bytes and recomputation by depth and segments."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _BATCH, _WIDTH = 2048, 16
 
 @dataclass(frozen=True)
 class Run:
-    """One step of ``depth`` layers in ``segments``: its record, and how often each layer's forward ran."""
+    """One step of ``depth`` layers in ``segments``: its record, and each layer's forward calls."""
 
     depth: int
     segments: int
@@ -29,18 +29,18 @@ class Run:
 
     @property
     def recomputed(self) -> int:
-        """Forward calls beyond one for each layer."""
+        """The forward calls beyond the first for each layer."""
         return sum(self.calls) - self.depth
 
 
 def run_step(depth: int, segments: int, gpu: torch.device) -> Run:
-    """A training step of ``depth`` equal layers, Linear and Tanh, on ``gpu``.
+    """Run a training step of ``depth`` identical layers, Linear and Tanh, on ``gpu``.
 
-    ``checkpoint_sequential`` runs it in ``segments``; 1 is without activation checkpointing. Raises
-    ValueError for segments outside 1 to depth.
+    ``checkpoint_sequential`` runs them in ``segments``; with 1, there's no activation
+    checkpointing. Raises ValueError unless there are 1 to ``depth`` segments.
     """
     if not 1 <= segments <= depth:
-        raise ValueError(f"{depth} layers make 1 to {depth} segments, got {segments}")
+        raise ValueError(f"{depth} layers can be split into 1 to {depth} segments, got {segments}")
     layers = [nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(depth)]
     model = nn.Sequential(*layers).to(gpu)
     x = torch.randn(_BATCH, _WIDTH, device=gpu)
@@ -55,7 +55,7 @@ def run_step(depth: int, segments: int, gpu: torch.device) -> Run:
 
 
 def run_table(plain: Run, run: Run) -> Table:
-    """Peak and forward calls, without and with activation checkpointing."""
+    """Return a table of peaks and forward calls, without and with activation checkpointing."""
     saved = 1 - run.record.peak.total_bytes / plain.record.peak.total_bytes
     rows = [
         ("no checkpoints", format_bytes(plain.record.peak.total_bytes), "", sum(plain.calls)),
@@ -66,7 +66,7 @@ def run_table(plain: Run, run: Run) -> Table:
             f"{sum(run.calls)}, {run.recomputed} of them recomputed",
         ),
     ]
-    return Table((f"{run.depth} layers", "peak", "saved", "forward calls of layers"), rows)
+    return Table((f"{run.depth} layers", "peak", "saved", "layers' forward calls"), rows)
 
 
 def show_run(depth: int, segments: int, gpu: torch.device) -> None:
@@ -78,7 +78,7 @@ def show_run(depth: int, segments: int, gpu: torch.device) -> None:
 
 
 def checkpointing_explorer(gpu: torch.device) -> ipywidgets.Widget:
-    """Sliders for depth and segments; there are never more segments than layers."""
+    """Return sliders for depth and segments; there are never more segments than layers."""
     depth = ipywidgets.IntSlider(16, min=2, max=36, description="layers", continuous_update=False)
     segments = ipywidgets.IntSlider(
         4, min=1, max=16, description="segments", continuous_update=False

@@ -1,4 +1,4 @@
-"""Explorer of the ledger of claims: search by words, verdict and lesson."""
+"""Explorer for the ledger of claims: search by words, verdict and lesson."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +12,10 @@ from helpers.course.claims import ANY, Claim, listing, search
 def findings(
     ledger: Sequence[Claim], words: str = "", verdict: str = ANY, lesson: str = ANY
 ) -> list[Any]:
-    """The results of ``search``, to be displayed: a table; for a single claim, also its proof's code."""
+    """Return what to display for ``search``: a table and, for a single claim, its proof's code."""
     matches = search(ledger, words, verdict, lesson)
     if not matches:
-        return ["No claim has all of these words. Try fewer."]
+        return ["No claim matches. Try fewer words."]
     if len(matches) == 1 and matches[0].proof:
         return [listing(matches), Code(matches[0].proof.source, language="python")]
     return [listing(matches)]
@@ -30,7 +30,7 @@ def show_claims(
 
 
 def claims_explorer(ledger: Sequence[Claim]) -> ipywidgets.Widget:
-    """A text field for words, and dropdowns for verdict and lesson, around ``findings``."""
+    """Return a text field for words, and dropdowns for verdict and lesson, with ``findings``."""
     verdicts, lessons = ({getattr(c, name) for c in ledger} for name in ("status", "lesson"))
     words = ipywidgets.Text(description="words", placeholder="gradient sum")
     verdict = ipywidgets.Dropdown(options=[ANY, *sorted(verdicts)], description="verdict")

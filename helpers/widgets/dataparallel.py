@@ -1,4 +1,4 @@
-"""Explorers of DataParallel: shares of a batch, the parts of one call, and bytes per GPU by step."""
+"""Explorers for DataParallel: batch shares, the parts of one call, and bytes per GPU by step."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -17,7 +17,7 @@ from vgpu.units import format_bytes
 
 
 def share_sizes(batch_size: int, gpus: Sequence[torch.device]) -> list[int]:
-    """Samples of a batch that each of ``gpus`` gets from the real scatter; 0 for idle ones.
+    """Return how many samples each of ``gpus`` gets from the real scatter; 0 for idle ones.
 
     Raises ValueError for an empty batch, which scatter can't split.
     """
@@ -29,7 +29,7 @@ def share_sizes(batch_size: int, gpus: Sequence[torch.device]) -> list[int]:
 
 
 def describe_shares(sizes: Sequence[int]) -> str:
-    """The shares in a sentence: how many GPUs compute, and why others are idle."""
+    """Describe the shares: how many GPUs compute, how many are idle, and the largest share."""
     working = sum(size > 0 for size in sizes)
     text = f"{sum(sizes)} samples: {working} of {len(sizes)} GPUs get work"
     if working < len(sizes):
@@ -48,7 +48,7 @@ def show_shares(batch_size: int, gpu_count: int, gpus: Sequence[torch.device]) -
 
 
 def shares_explorer(gpus: Sequence[torch.device]) -> ipywidgets.Widget:
-    """Two sliders around ``show_shares``: the batch size and the number of GPUs."""
+    """Return sliders for ``show_shares``: the batch size and the number of GPUs."""
     batch_size = ipywidgets.IntSlider(10, min=1, max=64, description="batch size")
     gpu_count = ipywidgets.IntSlider(len(gpus), min=1, max=len(gpus), description="GPUs")
     return explorer(
@@ -66,7 +66,7 @@ def show_parts(
 ) -> None:
     """Draw one call of nn.DataParallel on ``gpus``, with the sizes that its replicas saw.
 
-    ``module`` is on the first of ``gpus`` and isn't changed. ``backward`` adds its gradients.
+    ``module`` must be on the first of ``gpus``, and isn't changed. ``backward`` adds the gradients.
     """
     names = [name for name, _ in module.named_parameters()]
     seen = {}
@@ -85,7 +85,7 @@ def show_parts(
 
 
 def step_table(steps: Sequence[Snapshot], number: int) -> Table:
-    """The bytes on each GPU after step ``number`` (from 1), and what the step changed."""
+    """Return a table of bytes on each GPU after step ``number`` (from 1), and their change."""
     if not 1 <= number <= len(steps):
         raise ValueError(f"there are steps 1 to {len(steps)}, got {number}")
     now = steps[number - 1]
@@ -111,10 +111,10 @@ def show_step(steps: Sequence[Snapshot], number: int) -> None:
 
 
 def iteration_explorer(steps: Sequence[Snapshot]) -> ipywidgets.Widget:
-    """Step back and forth: a slider, and two buttons for the keyboard."""
+    """Return a slider for the step, and buttons to go back and forth with the keyboard."""
     number = ipywidgets.IntSlider(1, min=1, max=len(steps), description="step")
     back = ipywidgets.Button(description="back", icon="arrow-left")
-    forth = ipywidgets.Button(description="forth", icon="arrow-right")
+    forth = ipywidgets.Button(description="next", icon="arrow-right")
     back.on_click(lambda _: setattr(number, "value", max(number.value - 1, number.min)))
     forth.on_click(lambda _: setattr(number, "value", min(number.value + 1, number.max)))
     every = {"number": range(1, len(steps) + 1)}

@@ -1,7 +1,7 @@
-"""Explorer of layouts: Llama 70B on 64 H100s; bytes by cause, a timeline and tokens/s.
+"""Explorer for layouts of Llama 70B on 64 H100s: bytes by cause, a timeline and tokens/s.
 
-A step of the layout, with PyTorch's own code, is recorded with few layers (``vgpu.plan.extrapolate``), which
-takes some seconds, and cached: for another network, the recording is replayed.
+PyTorch's own code runs a step in the layout with a few layers (``vgpu.plan.extrapolate``), which
+takes a few seconds. The recording is cached, and replayed for other networks.
 """
 
 from functools import cache
@@ -32,14 +32,14 @@ def plan_of(tp: int, dp_replicate: int, batch: int, recompute: str) -> Plan:
     Raises ValueError if the sizes don't divide that number.
     """
     if GPUS % (tp * dp_replicate):
-        raise ValueError(f"tp {tp} × dp_replicate {dp_replicate} do not divide {GPUS} GPUs")
+        raise ValueError(f"tp {tp} × dp_replicate {dp_replicate} does not divide {GPUS} GPUs")
     layout = Layout(dp_replicate, GPUS // (tp * dp_replicate), tp)
     return Plan(LLAMA[MODEL], layout, batch, recompute=recompute, gpu=GPU)
 
 
 @cache
 def answer(plan: Plan) -> ExtrapolatedStep:
-    """Return the plan's step, which is cached."""
+    """Return the plan's extrapolated step; results are cached."""
     return extrapolate(plan)
 
 
@@ -75,7 +75,7 @@ def show_layout(
         {str(found.plan.layout): found.bytes_by_cause},
         capacity_bytes=found.plan.spec.memory_bytes,
         message="What one GPU holds",
-        how="counted at the peak of a step; dashed: its memory",
+        how="counted at the peak of a step; dashed: the GPU's memory",
         unit="GiB",
     )
     timeline = vgpu.replay(found.steps[0].timeline, network=network)
@@ -84,7 +84,7 @@ def show_layout(
 
 
 def layout_explorer() -> ipywidgets.Widget:
-    """The degrees, batch, recomputation and network around ``show_layout``."""
+    """Return controls for degrees, batch, recomputation and network, with ``show_layout``."""
 
     def slider(name: str, values: tuple[int, ...], value: int) -> ipywidgets.Widget:
         return ipywidgets.SelectionSlider(
@@ -110,7 +110,7 @@ def layout_explorer() -> ipywidgets.Widget:
 
     def show(**chosen: Any) -> None:
         status.value = (
-            "Recording this layout with PyTorch's own code: a new one takes a few seconds."
+            "Recording this layout with PyTorch's own code: a new layout takes a few seconds."
         )
         try:
             show_layout(**chosen)

@@ -16,7 +16,8 @@ from ipykernel.jsonutil import encode_images, json_clean
 from IPython.display import display
 from IPython.utils.capture import capture_output
 
-# How many values a page without a kernel offers per control, by default, and combinations in total.
+# The most values that a page without a kernel offers per control by default, and the most
+# combinations in total.
 FEW_VALUES, MOST_ANSWERS = 5, 120
 ANSWERS = "application/vnd.course.answers+json"
 """The media type of what ``show_answers`` displays."""
@@ -30,12 +31,12 @@ _explorers: dict[str, tuple[Function, Controls, Few]] = {}
 
 
 def live(function: Function, controls: Controls, few: Few | None = None) -> ipywidgets.Output:
-    """Return an output that follows ``controls``: ``function`` is called with their values, by name.
+    """Return an output that follows ``controls``, whose values ``function`` gets by name.
 
-    What ``function`` displays comes before what it prints; an error is shown with its traceback. ``few`` has,
-    for some controls, the values that a page without a kernel offers. This replaces
-    ``ipywidgets.interactive_output``, whose output is sent to the notebook and back to the kernel: nbclient
-    can then miss the end of a cell and wait forever (jupyter/nbclient#312).
+    What ``function`` displays comes before what it prints; an error is shown with its traceback.
+    ``few`` maps the names of some controls to the values that a page without a kernel offers. This
+    replaces ``ipywidgets.interactive_output``, whose output is sent to the notebook and back to the
+    kernel: nbclient can then miss the end of a cell and wait forever (jupyter/nbclient#312).
     """
     shown = ipywidgets.Output()
 
@@ -54,14 +55,14 @@ def live(function: Function, controls: Controls, few: Few | None = None) -> ipyw
 def explorer(
     function: Function, controls: Controls, few: Few | None = None, per_row: int = 3
 ) -> ipywidgets.VBox:
-    """The controls in rows, and below them the output of ``live``."""
+    """Return the controls in rows, with the output of ``live`` below them."""
     shown, every = live(function, controls, few), list(controls.values())
     rows = [every[start : start + per_row] for start in range(0, len(every), per_row)]
     return ipywidgets.VBox([*map(ipywidgets.HBox, rows), shown])
 
 
 def steps(description: str, options: Sequence[Any], value: Any) -> ipywidgets.Widget:
-    """A slider over ``options``, which updates when it's released, since answers take time."""
+    """Return a slider over ``options`` that updates only when released, since answers take time."""
     return ipywidgets.SelectionSlider(
         options=options,
         value=value,
@@ -72,7 +73,7 @@ def steps(description: str, options: Sequence[Any], value: Any) -> ipywidgets.Wi
 
 
 def show_answers() -> None:
-    """Display the ``answers`` of explorers created since the last call, by the ids of their outputs."""
+    """Display the ``answers`` of explorers created since the last call, by output id."""
     every = {name: answers(*explorer) for name, explorer in _explorers.items()}
     _explorers.clear()
     if every:
@@ -80,11 +81,12 @@ def show_answers() -> None:
 
 
 def answers(function: Function, controls: Controls, few: Few) -> dict[str, Any]:
-    """What ``function`` shows for every combination of ``offered`` values, ready for JSON.
+    """Return what ``function`` shows for every combination of ``offered`` values, ready for JSON.
 
-    ``controls`` has each control's label, its values as text, and the index of the current one. ``answers``
-    has the combinations in the order of itertools.product, each as indices into ``parts``, which are unique
-    outputs in a notebook's format. Raises RuntimeError if the function fails, and as ``offered`` does.
+    In the result, ``controls`` has each control's label, its values as text, and the index of the
+    current one. ``answers`` has the combinations in the order of itertools.product, each as indices
+    into ``parts``, the distinct outputs in a notebook's format. Raises RuntimeError if the function
+    fails, and ValueError whenever ``offered`` does.
     """
     values = offered(controls, few)
     begun = time.perf_counter()
@@ -115,11 +117,11 @@ def answers(function: Function, controls: Controls, few: Few) -> dict[str, Any]:
 
 
 def offered(controls: Controls, few: Few) -> dict[str, list[tuple[str, Any]]]:
-    """Each control's values for a page without a kernel, as text and value.
+    """Return each control's values for a page without a kernel, as (text, value) pairs.
 
-    These are the values in ``few``; for other controls, at most FEW_VALUES, including the first, the last and
-    the current one. Raises ValueError for a value that a control doesn't have, if the current value is missing,
-    or for more than MOST_ANSWERS combinations.
+    These are the values in ``few``; for other controls, at most FEW_VALUES, including the first,
+    the last and the current one. Raises ValueError if ``few`` has a value that a control doesn't
+    have, if it lacks the current value, or if there are more than MOST_ANSWERS combinations.
     """
     values_of = {}
     for name, control in controls.items():
@@ -136,24 +138,24 @@ def offered(controls: Controls, few: Few) -> dict[str, list[tuple[str, Any]]]:
     if (count := math.prod(map(len, values_of.values()))) > MOST_ANSWERS:
         raise ValueError(
             f"{count} combinations of {', '.join(values_of)} are more than {MOST_ANSWERS}: "
-            "name fewer values in few="
+            "pass fewer values in few="
         )
     return values_of
 
 
 def _choices(control: ipywidgets.Widget) -> list[tuple[str, Any]]:
-    """Every value that a control can have, with its words."""
+    """Return every value that a control can have, with its text."""
     if isinstance(control, ipywidgets.IntSlider):
         return [(str(n), n) for n in range(control.min, control.max + 1, control.step)]
     options = list(control.options)
-    # Read options as ipywidgets does: if all are pairs, they're words and value.
+    # Interpret options as ipywidgets does: if all are pairs, each is a text and a value.
     if all(isinstance(option, tuple | list) and len(option) == 2 for option in options):
         return [(str(words), value) for words, value in options]
     return [(str(option), option) for option in options]
 
 
 def _spread(values: list[Any], now: int) -> list[Any]:
-    """Pick FEW_VALUES values, evenly from the first to the last, and ``now`` in place of the nearest one."""
+    """Pick FEW_VALUES evenly spaced values; index ``now`` replaces the nearest inner one."""
     last = len(values) - 1
     if last < FEW_VALUES:
         return values
@@ -165,7 +167,7 @@ def _spread(values: list[Any], now: int) -> list[Any]:
 
 
 def _outputs(function: Function, values: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a call displays and prints, as a notebook's cell holds it."""
+    """Return what a call displays and prints, as a notebook cell's outputs."""
     failed: dict[str, Any] | None = None
     with capture_output() as captured:
         try:

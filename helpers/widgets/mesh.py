@@ -1,7 +1,7 @@
-"""Explorer for meshes of 64 GPUs: from the dimensions' sizes and order to groups, bytes on links, and time.
+"""Explorer for meshes of 64 GPUs: groups, bytes on links and time, by dimension sizes and order.
 
-The model is Llama 70B with sequences of 8192 tokens, trained on H100s, eight per host. The estimates are
-those of ``vgpu.plan.estimate``.
+The model is Llama 70B with sequences of 8192 tokens, trained on H100s, eight per host. The
+estimates come from ``vgpu.plan.estimate``.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,9 @@ NETWORKS = ("InfiniBand NDR", "InfiniBand HDR", "EFA p5", "Ethernet 100")
 def mesh_sizes(
     tensor: int, context: int, pipeline: int, order: Sequence[str] = DIMENSIONS
 ) -> dict[str, int]:
-    """The sizes of all dimensions, innermost first; ``data`` follows from the number of GPUs.
+    """Return the sizes of all dimensions; ``data`` follows from the number of GPUs.
+
+    They're in ``order``, innermost first.
 
     Raises ValueError if the sizes don't divide that number.
     """
@@ -49,9 +51,10 @@ def answer(
     gpus_per_host: int = GPUS_PER_HOST,
     **shares: float,
 ) -> MeshStep:
-    """Estimate a step of Llama 70B on the mesh; ``shares`` are efficiencies, passed to ``CostModel``.
+    """Estimate a step of Llama 70B on the mesh.
 
-    Raises ValueError for sizes that don't divide the model.
+    ``shares`` are efficiencies, passed to ``CostModel``. Raises ValueError for sizes that don't
+    divide the model evenly.
     """
     cost = vgpu.CostModel(
         vgpu.PRESETS[GPU],
@@ -63,12 +66,12 @@ def answer(
 
 
 def tokens_per_s(step: MeshStep, sequences: int) -> float:
-    """Tokens/s of one GPU."""
+    """Return the tokens/s per GPU."""
     return sequences * MODEL.sequence / step.seconds / GPUS
 
 
 def answer_table(step: MeshStep, sequences: int) -> Table:
-    """Each dimension's group, link, bytes and time; then the step."""
+    """Return a table of each dimension's group, link, bytes and time, with the step's in a caption."""
     rows: list[tuple[object, ...]] = []
     for each in step.traffic:
         talks = ", ".join(map(str, each.ranks[:4])) + (", …" if len(each.ranks) > 4 else "")
@@ -86,9 +89,10 @@ def answer_table(step: MeshStep, sequences: int) -> Table:
     fits = "fits" if step.held_bytes < room else "does not fit"
     caption = (
         f"One step, predicted: {format_seconds(step.seconds)}, of which "
-        f"{format_seconds(step.compute_s)} is computation and {format_seconds(step.bubble_s)} is the "
-        f"pipeline's bubble; {tokens_per_s(step, sequences):.0f} tokens/s per GPU. Parameters, "
-        f"gradients and optimizer: {format_bytes(step.held_bytes)} of {format_bytes(room)}: {fits}."
+        f"{format_seconds(step.compute_s)} is computation and {format_seconds(step.bubble_s)} is "
+        f"the pipeline bubble; {tokens_per_s(step, sequences):.0f} tokens/s per GPU. Parameters, "
+        f"gradients and optimizer state: {format_bytes(step.held_bytes)} of "
+        f"{format_bytes(room)}: {fits}."
     )
     header = ("dimension", "GPU 0 talks to", "over", "a GPU sends", "sending", "exposed")
     return Table(header, rows, caption=caption)
@@ -116,7 +120,7 @@ def show_mesh(
 
 
 def mesh_explorer() -> ipywidgets.Widget:
-    """Controls for sizes, order, batch and network around ``show_mesh``."""
+    """Return controls for sizes, order, batch and network, with ``show_mesh``."""
     orders = [(", ".join(order), order) for order in permutations(DIMENSIONS)]
     wide = {"style": {"description_width": "initial"}}
     controls = {

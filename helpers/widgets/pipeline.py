@@ -1,7 +1,7 @@
-"""Explorer of pipelines: stages, micro-batches and a schedule to a timeline, bubble, and memory per device.
+"""Explorer for pipelines: timeline, bubble and memory, by stages, micro-batches and schedule.
 
-Times are in units, or virtual time on a chosen GPU. In the latter case, the network is a transformer, one
-layer is recorded on one GPU, as shapes, and the schedule is simulated with its cost.
+Times are in units, or in virtual time on a chosen GPU. In the latter case, one layer of a
+transformer is recorded on one GPU, with shapes only, and the schedule is simulated with its cost.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from vgpu.plan.schedules import KINDS, SimulatedSchedule, Times, peaks_in_flight
 from vgpu.tables import Table
 from vgpu.units import format_bytes, format_seconds
 
-# The network and batch for times that aren't in units: float16, 10 billion parameters, more than
-# the largest GPU of the presets can train.
+# The network and batch for virtual time: float16, with 10 billion parameters, more than the largest
+# preset GPU can train.
 LAYERS, WIDTH, HEADS, TOKENS, BATCH = 32, 5120, 40, 512, 64
 
 # Mixed precision with Adam: weight and gradient in float16; weight, momentum and variance in
@@ -35,8 +35,8 @@ _UNITS = "units of time"
 class LayerCost:
     """One layer of the transformer, for one micro-batch, on one GPU: virtual time and bytes.
 
-    ``forward_s`` and ``backward_s`` include launches: each GPU has its own process. Forward saves
-    ``activation_bytes`` for backward, and ``output_bytes`` are sent to the next stage.
+    ``forward_s`` and ``backward_s`` include kernel launches, since each GPU has its own process.
+    Forward saves ``activation_bytes`` for backward, and sends ``output_bytes`` to the next stage.
     """
 
     forward_s: float
@@ -49,7 +49,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result for stages, micro-batches, schedule and GPU, per device."""
+    """The result for one choice of stages, micro-batches, schedule and GPU, per device."""
 
     simulated: SimulatedSchedule
     in_flight: list[int]
@@ -58,17 +58,17 @@ class Answer:
 
     @property
     def layers(self) -> int:
-        """The number of layers of each device."""
+        """The number of layers on each device."""
         return LAYERS // self.simulated.schedule.devices
 
     @property
     def alone(self) -> float:
-        """The time of one device that does all the work."""
+        """The time that one device takes to do all the work."""
         row = self.simulated.boxes[0]
         return self.simulated.schedule.devices * sum(box.end - box.start for box in row)
 
     def peak_bytes(self) -> list[int]:
-        """Each device's bytes of parameters, gradients, optimizer state, and activations in flight."""
+        """Return the bytes of parameters, gradients, optimizer state and activations per device."""
         assert self.cost is not None
         held = self.layers * self.cost.parameters * BYTES_PER_PARAMETER
         chunk = self.layers * self.cost.activation_bytes // self.simulated.schedule.chunks
@@ -76,18 +76,18 @@ class Answer:
 
 
 def answer(kind: str, devices: int, micro_batches: int, gpu: str | None = None) -> Answer:
-    """Simulate the schedule ``kind`` of ``schedules.KINDS``, in units of time, or on a GPU by name.
+    """Simulate the schedule ``kind`` from ``schedules.KINDS``, in units of time or on a named GPU.
 
-    In units, forward takes 1 on each device and backward 2. Raises ValueError if the schedule doesn't
-    support these counts.
+    In units, forward takes 1 on each device and backward 2. Raises ValueError if the schedule
+    doesn't support these counts.
     """
     schedule = KINDS[kind](devices, micro_batches)
     if gpu is None:
         return Answer(simulate(schedule), peaks_in_flight(schedule), None, None)
     if BATCH % micro_batches or LAYERS % schedule.stages:
         raise ValueError(
-            f"{BATCH} sequences in {micro_batches} micro-batches, {LAYERS} layers in "
-            f"{schedule.stages} stages: that doesn't divide evenly"
+            f"{BATCH} sequences in {micro_batches} micro-batches, or {LAYERS} layers in "
+            f"{schedule.stages} stages, do not divide evenly"
         )
     cost = layer_cost(gpu, BATCH // micro_batches)
     layers = LAYERS // devices
@@ -98,8 +98,8 @@ def answer(kind: str, devices: int, micro_batches: int, gpu: str | None = None) 
 
 @cache
 def layer_cost(gpu: str, sequences: int) -> LayerCost:
-    """Record one transformer layer, forward and backward, in virtual time on one GPU of that name."""
-    # Only one layer is recorded, so a whole network doesn't have to fit.
+    """Record one transformer layer, forward and backward, in virtual time on the named GPU."""
+    # Only one layer is recorded, so the full network doesn't have to fit.
     with vgpu.enable(1, gpu=gpu, memory_bytes=2**50) as lab, vgpu.shapes_only():
         (device,) = lab.devices
         here: dict[str, Any] = {"device": device, "dtype": torch.float16}
@@ -127,10 +127,10 @@ def layer_cost(gpu: str, sequences: int) -> LayerCost:
 
 
 def answer_table(result: Answer) -> Table:
-    """Time, speed-up, bubble and memory in words."""
+    """Return a table of time, speedup, bubble and memory."""
     simulated = result.simulated
     count = simulated.schedule.devices
-    speed_up = f"{result.alone / simulated.makespan:.2f} times one device"
+    speed_up = f"{result.alone / simulated.makespan:.2f} times as fast as one device"
     bubble = ("bubble", f"{simulated.bubble:.1%}", "of all devices' time")
     if result.cost is None or result.gpu is None:
         chunks = simulated.schedule.chunks
@@ -141,7 +141,7 @@ def answer_table(result: Answer) -> Table:
             [
                 ("one step", f"{simulated.makespan:g} units", speed_up),
                 bubble,
-                ("activations in flight", most, f"{unit}, device by device"),
+                ("activations in flight", most, f"{unit}, for each device"),
             ],
         )
     peaks, room = result.peak_bytes(), vgpu.PRESETS[result.gpu].memory_bytes
@@ -168,13 +168,13 @@ def show_answer(kind: str, devices: int, micro_batches: int, gpu: str | None = N
     if gpu is None:
         plots.schedule(result.simulated)
     else:
-        how = f"virtual time of one layer on one {gpu}, the schedule counted"
+        how = f"simulated, with one layer's virtual time on one {gpu}"
         plots.schedule(result.simulated, how=how, unit="ms", factor=1e3)
     display(answer_table(result))
 
 
 def pipeline_explorer() -> ipywidgets.Widget:
-    """Stages, micro-batches, schedule and GPU around ``show_answer``."""
+    """Return controls for stages, micro-batches, schedule and GPU, with ``show_answer``."""
     controls = {
         "kind": ipywidgets.Dropdown(options=list(KINDS), value="1F1B", description="schedule"),
         "gpu": ipywidgets.Dropdown(

@@ -1,4 +1,4 @@
-"""Explorer of float8: which values survive the cast, by format, scale and outliers."""
+"""Explorer for float8: which values survive the cast, by format, scale and outliers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from helpers.widgets.live import explorer, steps
 from vgpu.tables import Table
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-SCALES = ("tensor", "row", "block of 32", "MXFP8 block")  # the last: a power of 2
+SCALES = ("tensor", "row", "block of 32", "MXFP8 block")  # the last one's scales are powers of 2
 LARGER = ("one value", "one channel", "one token")
 TIMES = (1, 100, 10_000, 100_000, 1_000_000)
 TOKENS, WIDTH = 256, 512
@@ -20,7 +20,7 @@ TOKENS, WIDTH = 256, 512
 
 @dataclass(frozen=True)
 class Answer:
-    """The values that aren't outliers: scaled, their error, and the fraction that becomes 0."""
+    """Values that aren't outliers: scaled, their relative error, and the share that becomes 0."""
 
     scaled: torch.Tensor
     error: float
@@ -28,14 +28,14 @@ class Answer:
 
 
 def answer(format_name: str, per: str, larger: str, times: float) -> Answer:
-    """The effect of a cast on normally distributed values (256 tokens, 512 channels) with outliers.
+    """Cast normally distributed values (256 tokens, 512 channels) with outliers to float8.
 
-    ``per`` is the granularity of scales, one of SCALES. ``larger`` are the outliers, one of LARGER, which are
-    multiplied by ``times``. Raises ValueError for other names.
+    ``per`` is the granularity of the scales, one of SCALES. ``larger``, one of LARGER, selects the
+    outliers, which are multiplied by ``times``. Raises ValueError for other names.
     """
     for word, words in ((format_name, FORMATS), (per, SCALES), (larger, LARGER)):
         if word not in words:
-            raise ValueError(f"no {word!r}; there are {', '.join(words)}")
+            raise ValueError(f"unknown {word!r}; the choices are {', '.join(words)}")
     x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
     token, channel = divmod(int(x.abs().argmax()), WIDTH)
     parts: dict[str, Any] = {
@@ -62,18 +62,18 @@ def answer(format_name: str, per: str, larger: str, times: float) -> Answer:
 
 
 def show_answer(format_name: str, per: str, larger: str, times: float) -> None:
-    """Draw the other values in the format's range, and list what each granularity loses."""
+    """Draw the values other than outliers in the format's range; list what each scale loses."""
     found = {each: answer(format_name, each, larger, times) for each in SCALES}
     message = f"{format_name}, a scale per {per}; {larger} {times:,} times as large"
     how = "measured; the scale brings the largest value to the right end"
     plots.scaled_numbers({"the others": found[per].scaled}, FORMATS[format_name], message, how)
     rows = [(f"a scale per {each}", f"{a.zero:.1%}", f"{a.error:.1%}") for each, a in found.items()]
-    caption = f"the other values, {format_name}, measured"
+    caption = f"values other than the outliers, {format_name}, measured"
     display(Table(("", "become 0", "relative error"), rows, caption=caption))
 
 
 def precision_explorer() -> ipywidgets.Widget:
-    """Format, scale, outliers and their factor, around ``show_answer``."""
+    """Return controls for format, scale, outliers and their factor, with ``show_answer``."""
     controls = {
         "format_name": ipywidgets.Dropdown(options=list(FORMATS), description="format"),
         "per": ipywidgets.Dropdown(options=list(SCALES), description="a scale per"),

@@ -1,4 +1,4 @@
-"""Explorer of lesson 06's ring all-reduce, step by step, for any number of ranks, in one process."""
+"""Explorer for lesson 06's ring all-reduce, step by step, for up to as many ranks as colors."""
 
 from dataclasses import dataclass
 
@@ -14,10 +14,11 @@ MOST_RANKS = len(RANK_COLORS)
 
 @dataclass(frozen=True)
 class RingState:
-    """The data of every rank after a step of the ring.
+    """Every rank's data after a step of the ring.
 
-    ``held[rank][chunk]`` is a number whose digits show which ranks contributed to it; ``sent[rank]`` is the
-    chunk that the rank sent in this step, to rank + 1. Nothing has been sent in state 0.
+    ``held[rank][chunk]`` is a number whose digits show which ranks contributed to it;
+    ``sent[rank]`` is the chunk that the rank sent to rank + 1 in this step. In state 0, nothing has
+    been sent.
     """
 
     held: list[list[int]]
@@ -25,7 +26,7 @@ class RingState:
 
 
 def ring_states(ranks: int) -> list[RingState]:
-    """The states of a ring all-reduce: the start, then one after each of 2 * (ranks - 1) steps.
+    """Return a ring all-reduce's states: the start, then one after each of 2 * (ranks - 1) steps.
 
     Rank r starts with 1, 2, 3, ... times 10**r, one number per chunk. Raises ValueError for fewer
     than 1 or more than ``MOST_RANKS`` ranks, the number of colors.
@@ -54,7 +55,7 @@ def describe_step(ranks: int, step: int) -> str:
     if step == 0:
         return f"At the start, every rank holds {ranks} chunks of its own."
     phase = "was added" if step < ranks else "replaced what was there"
-    text = f"Step {step} of {last}: each rank sent one chunk to the next, where it {phase}."
+    text = f"Step {step} of {last}: each rank sent one chunk to the next rank, where it {phase}."
     text += f"\nSent so far by each rank: {step}/{ranks} of a tensor."
     if step == ranks - 1:
         text += "\nEach rank now holds one complete chunk: a reduce-scatter is done."
@@ -64,7 +65,7 @@ def describe_step(ranks: int, step: int) -> str:
 
 
 def show_ring(ranks: int, step: int) -> None:
-    """Draw the ring after ``step`` steps and say what happened; a step past the end is the end."""
+    """Draw the ring after ``step`` steps and say what happened; steps past the end show the end."""
     states = ring_states(ranks)
     step = max(0, min(step, len(states) - 1))
     state = states[step]
@@ -73,7 +74,7 @@ def show_ring(ranks: int, step: int) -> None:
 
 
 def ring_explorer() -> ipywidgets.Widget:
-    """Two sliders around ``show_ring``: the number of ranks, and the step."""
+    """Return sliders for ``show_ring``: the number of ranks, and the step."""
     ranks = ipywidgets.IntSlider(4, min=2, max=MOST_RANKS, description="ranks")
     step = ipywidgets.IntSlider(0, min=0, max=2 * (ranks.value - 1), description="step")
 
@@ -81,6 +82,6 @@ def ring_explorer() -> ipywidgets.Widget:
         step.max = 2 * (change["new"] - 1)
 
     ranks.observe(fit_steps, "value")
-    # A step past the end shows the end, so that fewer ranks are shown whole with the same slider.
+    # Steps past the end show the end, so the same values work for fewer ranks.
     few = {"ranks": (2, 3, 4), "step": range(7)}
     return explorer(show_ring, {"ranks": ranks, "step": step}, few)

@@ -1,4 +1,4 @@
-"""Explorer of serving: a model on some GPUs, whether it fits, and how fast it answers."""
+"""Explorer for serving: a model on some GPUs, whether it fits, and how fast it answers."""
 
 import ipywidgets
 from IPython.display import display
@@ -15,13 +15,13 @@ NUMBERS = {"bfloat16": 16, "float8": 8}
 
 
 def server_of(model: str, gpus: int, numbers: str) -> Server:
-    """A server on H100s, tensor-parallel within a host of eight; 16 GPUs make two stages."""
+    """Return a server on H100s, tensor-parallel within a host of eight; 16 GPUs form two stages."""
     bits = NUMBERS[numbers]
     return Server(LLAMA[model], min(gpus, 8), max(1, gpus // 8), weight_bits=bits, cache_bits=bits)
 
 
 def batches_of(server: Server, context: int) -> list[tuple[int, float, float]]:
-    """For batch sizes that fit: batch size, seconds per token, and total tokens/s."""
+    """Return (batch size, seconds per token, total tokens/s) for batch sizes that fit."""
     most = server.most_sequences(context)
     batches = [2**k for k in range(12) if server.pp <= 2**k < most] + [most] * (most > 0)
     waits_s = [server.decode_s(batch, context) for batch in batches]
@@ -29,7 +29,7 @@ def batches_of(server: Server, context: int) -> list[tuple[int, float, float]]:
 
 
 def server_table(server: Server, context: int) -> Table:
-    """Bytes, how many sequences fit into the cache, and the times of a prompt and a token."""
+    """Return a table of bytes, how many sequences fit in the cache, and prompt and token times."""
     rows = [
         ("weights per GPU", format_bytes(server.weight_bytes)),
         ("cache per token, per GPU", format_bytes(server.cache_bytes_per_token)),
@@ -37,7 +37,7 @@ def server_table(server: Server, context: int) -> Table:
     ]
     if server.most_sequences(context):
         rows += [
-            ("first token of such a prompt", format_seconds(server.prefill_s(context))),
+            ("first token for such a prompt", format_seconds(server.prefill_s(context))),
             ("one user's next token", format_seconds(server.decode_s(1, context))),
         ]
     return Table(
@@ -48,7 +48,7 @@ def server_table(server: Server, context: int) -> Table:
 
 
 def show_server(model: str, gpus: int, numbers: str, context: int) -> None:
-    """A curve of tokens/s by time per token, and a table, or a sentence if the model doesn't fit."""
+    """Draw tokens/s against time per token, or say that it doesn't fit; then show a table."""
     server = server_of(model, gpus, numbers)
     if points := batches_of(server, context):
         plots.latency_and_throughput(
@@ -62,7 +62,7 @@ def show_server(model: str, gpus: int, numbers: str, context: int) -> None:
 
 
 def serving_explorer() -> ipywidgets.Widget:
-    """Four controls around ``show_server``."""
+    """Return controls for ``show_server``'s arguments, with what it shows."""
     return explorer(
         show_server,
         {

@@ -1,7 +1,7 @@
-"""Explorer of sharding: model, GPUs and what's sharded to bytes per GPU by cause, and bytes sent.
+"""Explorer for sharding: bytes per GPU by cause, and bytes sent, by model, GPUs and what's sharded.
 
-With mixed precision and Adam, there are 2 bytes of parameters, 2 of gradients and 12 of optimizer state for
-each parameter (Rajbhandari et al., 2020, "ZeRO", 3.1). Activations are left out.
+With mixed precision and Adam, there are 2 bytes of parameters, 2 of gradients and 12 of optimizer
+state for each parameter (Rajbhandari et al., 2020, "ZeRO", 3.1). Activations are left out.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ GPUS_PER_HOST = 8
 
 _BYTES = {"parameters": 2, "gradients": 2, "optimizer state": 12}
 
-# What's sharded, by the name of the way.
+# What each way of sharding shards, by its name.
 _CUT: dict[str, tuple[str, ...]] = {
     "nothing (DDP)": (),
     "optimizer state (ZeRO-1)": ("optimizer state",),
@@ -33,7 +33,10 @@ WAYS = tuple(_CUT)
 
 @dataclass(frozen=True)
 class Answer:
-    """Bytes per GPU by cause, and those a GPU sends in a step, on average, inside and between hosts."""
+    """Bytes per GPU by cause, and the bytes that a GPU sends per step, on average.
+
+    ``inside_bytes`` stay inside the host; ``across_bytes`` go to other hosts.
+    """
 
     parameters: int
     held: dict[str, int]
@@ -42,21 +45,22 @@ class Answer:
 
     @property
     def at_rest_bytes(self) -> int:
-        """Bytes between steps: without blocks that are gathered while they compute."""
+        """The bytes between steps, without the blocks that are gathered while they compute."""
         return sum(size for cause, size in self.held.items() if cause != "gathered")
 
 
 def answer(sizes: TransformerSizes, gpus: int, way: str) -> Answer:
-    """Bytes held and sent by ``gpus`` GPUs, in hosts of 8, for a transformer sharded in this way.
+    """Return the bytes that a GPU holds and sends if this transformer is sharded this ``way``.
 
-    Whole blocks are gathered, the next one while one computes. Bytes sent are a ring's: groups of up to 8
-    stay inside a host; a larger ring leaves each host once. Raises ValueError for an unknown way, or a
-    number of GPUs that doesn't fill hosts.
+    The ``gpus`` GPUs are in hosts of 8. Full blocks are gathered, the next one while one computes.
+    The bytes sent are those of ring collectives: groups of up to 8 stay inside a host; a larger
+    ring leaves each host once. Raises ValueError for an unknown way, or for more than 8 GPUs that
+    don't fill hosts.
     """
     if way not in _CUT:
-        raise ValueError(f"no way {way!r} to shard; there are {', '.join(WAYS)}")
+        raise ValueError(f"unknown way {way!r} to shard; the choices are {', '.join(WAYS)}")
     if gpus < 1 or (gpus > GPUS_PER_HOST and gpus % GPUS_PER_HOST):
-        raise ValueError(f"{gpus} GPUs don't fill hosts of {GPUS_PER_HOST}, and aren't part of one")
+        raise ValueError(f"{gpus} GPUs are neither full hosts of {GPUS_PER_HOST} nor part of one")
     count = sizes.parameters
     hybrid = way == WAYS[-1]
     ways = min(gpus, GPUS_PER_HOST) if hybrid else gpus
@@ -78,7 +82,7 @@ def answer(sizes: TransformerSizes, gpus: int, way: str) -> Answer:
 
 
 def answer_table(result: Answer, gpus: int, gpu: str) -> Table:
-    """The answer as a table: whether it fits, and what's sent."""
+    """Return the answer as a table: whether it fits, and what's sent."""
     room = vgpu.PRESETS[gpu].memory_bytes
     held = sum(result.held.values())
     verdict = "fits, without activations" if held <= room else "does not fit"
@@ -89,20 +93,20 @@ def answer_table(result: Answer, gpus: int, gpu: str) -> Table:
             (
                 "sent inside the host",
                 format_bytes(result.inside_bytes),
-                "by each GPU in a step, on average",
+                "by each GPU per step, on average",
             ),
             (
                 "sent across hosts",
                 format_bytes(result.across_bytes),
-                "by each GPU in a step, on average",
+                "by each GPU per step, on average",
             ),
         ],
-        caption="calculated from the model's counted parameters",
+        caption="calculated from the model's parameter count",
     )
 
 
 def show_answer(model: str, gpus: int, way: str, gpu: str) -> None:
-    """Draw all ways to shard ``model``, one of ``LLAMA``, and list the cost of this one."""
+    """Draw all ways to shard ``model``, one of ``LLAMA``, and list the cost of ``way``."""
     result = {name: answer(LLAMA[model], gpus, name) for name in WAYS}
     plots.held_by_cause(
         {name: each.held for name, each in result.items()},
@@ -114,11 +118,11 @@ def show_answer(model: str, gpus: int, way: str, gpu: str) -> None:
 
 
 def sharding_explorer() -> ipywidgets.Widget:
-    """Model, number of GPUs, what's sharded, and kind of GPU around ``show_answer``."""
+    """Return controls for the model, the GPUs and what's sharded, with ``show_answer``."""
     controls = {
         "model": ipywidgets.Dropdown(options=list(LLAMA), value="70B", description="Llama"),
         "gpu": ipywidgets.Dropdown(
-            options=list(vgpu.PRESETS), value="H100", description="on GPUs of"
+            options=list(vgpu.PRESETS), value="H100", description="GPU model"
         ),
         "gpus": steps("GPUs", [2**power for power in range(11)], 64),
         "way": ipywidgets.Dropdown(options=list(WAYS), value=WAYS[3], description="shard"),

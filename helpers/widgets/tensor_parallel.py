@@ -1,4 +1,4 @@
-"""Explorer of tensor parallelism: degree, link and width to the virtual time of a split layer."""
+"""Explorer for tensor parallelism: a split layer's virtual time, by degree, link and width."""
 
 from collections.abc import Callable
 from functools import cache
@@ -27,37 +27,37 @@ Layer = Callable[..., Timeline]
 
 
 def layer_on(layer: Layer, width: int, degree: int, place: str) -> Timeline:
-    """The timeline of a layer on ``degree`` GPUs connected by ``place``, one of PLACES.
+    """Return the timeline of a layer on ``degree`` GPUs connected by ``place``, one of PLACES.
 
-    Raises ValueError for a width with less than one head of 128 per GPU.
+    Raises ValueError for a width with less than one head of size 128 per GPU.
     """
     if width // 128 < degree:
         raise ValueError(
-            f"a layer of width {width} has {width // 128} heads of 128, too few for {degree} GPUs: "
-            "use fewer GPUs or a wider layer"
+            f"a layer of width {width} has {width // 128} heads of size 128, too few for {degree} "
+            "GPUs: use fewer GPUs or a wider layer"
         )
     link, most_a_host = PLACES[place]
     return layer(width, degree, -(-degree // most_a_host), link=link)
 
 
 def split_table(timelines: dict[str, Timeline]) -> Table:
-    """Return each timeline's time, the part spent in collectives, and the speedup over the first."""
+    """Return a table of each timeline's time, share of collectives, and speedup over the first."""
     first = next(iter(timelines.values())).makespan_s
     rows = []
     for name, timeline in timelines.items():
         whole_s, sent_s = parts_of(timeline)
         gain = f"{first / whole_s:.2f} times as fast"
         rows.append((name, format_seconds(whole_s), f"{sent_s / whole_s:.0%}", gain))
-    return Table(("4096 tokens", "layer", "collectives", "against one GPU"), rows)
+    return Table(("4096 tokens", "layer", "collectives", "relative to one GPU"), rows)
 
 
 def layer_explorer(layer: Layer) -> ipywidgets.Widget:
-    """Three controls around ``layer``: the width, the number of GPUs, and their link."""
+    """Return controls for ``layer``: the width, the number of GPUs, and their link."""
     remembered = cache(lambda *setting: layer_on(layer, *setting))
 
     def show(width: int, degree: int, place: str) -> None:
         if width // 128 < degree:
-            print(f"Width {width} has {width // 128} heads of 128, too few for {degree} GPUs.")
+            print(f"Width {width} has {width // 128} heads of size 128, too few for {degree} GPUs.")
             return
         alone = remembered(width, 1, "NVLink 4")
         name = f"{degree} GPUs, {place}" if degree > 1 else "still 1 GPU"

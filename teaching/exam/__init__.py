@@ -1,1 +1,1 @@
-"""An exam: thirteen tasks, their checks, and the sheet to hand out. Not part of the student edition."""
+"""An exam: thirteen tasks, their checks, and the sheet to hand out; not in the student edition."""

@@ -1,4 +1,4 @@
-"""The exam sheet to hand out: without solutions, and without what only the teacher's copy needs.
+"""Write the exam sheet to hand out: without solutions, and without what's only for teachers.
 
     python -m teaching.exam build/99_exam.ipynb
 
@@ -17,7 +17,7 @@ JUDGED_LATER = "# Save the notebook and hand it in: your answer is judged then."
 
 
 def sheet(notebook: dict[str, Any]) -> dict[str, Any]:
-    """The exam as learners get it, as a new dictionary (nbformat 4)."""
+    """Return the exam as learners get it, as a new dictionary (nbformat 4)."""
     made = json.loads(json.dumps(notebook))
     kept = []
     for cell in made["cells"]:

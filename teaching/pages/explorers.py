@@ -16,10 +16,10 @@ from helpers.widgets.live import ANSWERS
 
 PICTURE = re.compile(r'src="data:image/png;base64,([A-Za-z0-9+/=]+)"')
 NOTE = (
-    "The controls choose among {count} answers, computed when this page was built. In JupyterLab "
+    "The controls choose among {count} answers, computed when this page was built. In JupyterLab, "
     "the explorer has more values, and computes each answer when you ask for it."
 )
-NO_SCRIPT = "Without JavaScript only the first answer shows."
+NO_SCRIPT = "Without JavaScript, only the first answer is shown."
 
 
 def put_in_page(cell: nbformat.NotebookNode, pictures: Path) -> int:
@@ -36,7 +36,7 @@ def put_in_page(cell: nbformat.NotebookNode, pictures: Path) -> int:
             outputs.append(output)
             continue
         for found in explorers:
-            # Its first picture comes before it.
+            # An explorer's first outputs come before its answers.
             del outputs[len(outputs) - len(found["answers"][_now(found)]) :]
         for number, found in enumerate(explorers):
             text = explorer(found, pictures, f"{cell.id}-{number}")
@@ -49,13 +49,13 @@ def put_in_page(cell: nbformat.NotebookNode, pictures: Path) -> int:
 
 
 def seconds(cell: nbformat.NotebookNode) -> float:
-    """How long the answers of an executed cell's explorers took to compute."""
+    """Return how long the answers for an executed cell's explorers took to compute."""
     found = [output.get("data", {}).get(ANSWERS, []) for output in cell.get("outputs", ())]
     return float(sum(each["seconds"] for explorers in found for each in explorers))
 
 
 def explorer(found: dict[str, Any], pictures: Path, name: str) -> str:
-    """One explorer as HTML for the page, from ``helpers.widgets.live.answers``; ``name`` is its id."""
+    """Return an explorer as HTML, from ``helpers.widgets.live.answers``; ``name`` is its id."""
     parts = [_html(part, pictures) for part in found["parts"]]
     first = "".join(parts[part] for part in found["answers"][_now(found)])
     controls = [
@@ -79,7 +79,7 @@ def explorer(found: dict[str, Any], pictures: Path, name: str) -> str:
 
 
 def place(positions: Sequence[int], counts: Sequence[int]) -> int:
-    """The index of the answer for controls at these positions, as in explorers.js."""
+    """Return the index of the answer for controls at these positions, as explorers.js does."""
     found = 0
     for position, count in zip(positions, counts, strict=True):
         found = found * count + position
@@ -87,7 +87,7 @@ def place(positions: Sequence[int], counts: Sequence[int]) -> int:
 
 
 def _now(found: dict[str, Any]) -> int:
-    """The answer for the controls' initial positions."""
+    """Return the index of the answer for the controls' initial positions."""
     counts = [len(control["values"]) for control in found["controls"]]
     assert math.prod(counts) == len(found["answers"]), (
         "there must be an answer for every combination"
@@ -96,7 +96,7 @@ def _now(found: dict[str, Any]) -> int:
 
 
 def _control(control: dict[str, Any], name: str) -> str:
-    """A slider or a menu with its label; if there's only one value, just its text."""
+    """Return HTML for a slider or a menu with its label; if there's only one value, just its text."""
     values, now, label = control["values"], control["now"], escape(control["label"])
     words = escape(values[now])
     if len(values) == 1:
@@ -115,7 +115,7 @@ def _control(control: dict[str, Any], name: str) -> str:
 
 
 def _html(part: dict[str, Any], pictures: Path) -> str:
-    """An output as HTML, with pictures as files; equal pictures share one file."""
+    """Return an output as HTML, with pictures as files; identical pictures share one file."""
     if part["output_type"] == "stream":
         return f"<pre>{escape(part['text'])}</pre>"
     if "text/html" not in part["data"]:
@@ -126,7 +126,7 @@ def _html(part: dict[str, Any], pictures: Path) -> str:
         name = hashlib.sha256(picture).hexdigest()[:16] + ".png"
         pictures.mkdir(parents=True, exist_ok=True)
         (pictures / name).write_bytes(picture)
-        # With its size, the page reserves room before the picture is loaded. PNG: bytes 16 to 24.
+        # The size lets the page reserve space before the picture loads. A PNG has it in bytes 16-23.
         width, height = (int.from_bytes(picture[at : at + 4], "big") for at in (16, 20))
         return f'src="_static/explorers/{name}" width="{width}" height="{height}"'
 

@@ -16,7 +16,7 @@ SHELL = "<html><body>{}</body></html>"
         ('<a href="b.html#here">there</a>', None),
         ('<a href="https://pytorch.org">elsewhere</a>', None),
         ('<a href="c.html">gone</a>', "c.html"),
-        ('<a href="b.html#gone">gone</a>', "no such place"),
+        ('<a href="b.html#gone">gone</a>', "no such anchor"),
         ('<img src="gone.png">', "gone.png"),
         ('<script src="https://example.org/x.js"></script>', "loads https://example.org/x.js"),
         ('<link rel="stylesheet" href="https://example.org/x.css">', "loads https://example.org"),

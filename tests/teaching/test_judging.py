@@ -180,7 +180,7 @@ def test_hostile_answers_do_not_change_other_learners_verdicts(tmp_path, capsys)
     assert rows["waits"] == ["✓", "✓", "·", "2"], "4.2 is right without the thread from 4.1"
     assert rows["raises"] == ["!", "!", "!", "0"]
     text = (tmp_path / "all.csv").read_text("utf-8")
-    assert r"ValueError: \ud800 \x1b[2J xxx" in text and "Mute, which has no message" in text
+    assert r"ValueError: \ud800 \x1b[2J xxx" in text and "Mute, whose message can't be read" in text
     assert "raises,4.3,error,SystemExit" in text
     assert max(map(len, text.splitlines())) < 3000
     assert "\n'=forks,4.2,error,'=1+1" in text, "a spreadsheet would evaluate it"

@@ -26,7 +26,7 @@ def test_the_last_segment_takes_the_remaining_layers(gpu):
 
 @pytest.mark.parametrize("segments", [0, 6])
 def test_run_step_rejects_an_impossible_number_of_segments(gpu, segments):
-    with pytest.raises(ValueError, match="5 layers make 1 to 5 segments"):
+    with pytest.raises(ValueError, match="5 layers can be split into 1 to 5 segments"):
         run_step(5, segments, gpu)
 
 

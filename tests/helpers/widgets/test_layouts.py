@@ -11,7 +11,7 @@ def test_dp_shard_takes_the_remaining_gpus():
     plan = plan_of(tp=4, dp_replicate=2, batch=1, recompute="full")
     assert (plan.layout.dp_replicate, plan.layout.dp_shard, plan.layout.tp) == (2, 8, 4)
     assert plan.layout.ranks == GPUS
-    with pytest.raises(ValueError, match="tp 8 × dp_replicate 16 do not divide 64 GPUs"):
+    with pytest.raises(ValueError, match="tp 8 × dp_replicate 16 does not divide 64 GPUs"):
         plan_of(8, 16, 1, "full")
 
 
@@ -50,5 +50,5 @@ def test_memory_and_the_step_are_drawn_and_an_invalid_layout_is_explained(capsys
     assert held["dp_shard 64"] == answer(plan_of(1, 1, 1, "full")).bytes_by_cause
     assert timeline.makespan_s == answer(plan_of(1, 1, 1, "full")).steps[0].seconds
     layouts.show_layout(1, 3, 1, "full")
-    assert "No such layout: tp 1 × dp_replicate 3 do not divide 64" in capsys.readouterr().out
+    assert "No such layout: tp 1 × dp_replicate 3 does not divide 64" in capsys.readouterr().out
     assert len(tables) == 1

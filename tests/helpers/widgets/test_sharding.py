@@ -71,7 +71,7 @@ def test_answer_matches_what_fully_shard_keeps_and_sends():
 
 @pytest.mark.parametrize(
     ("gpus", "way", "message"),
-    [(8, "everything", "no way 'everything'"), (12, DDP, "12 GPUs don't fill hosts of 8")],
+    [(8, "everything", "unknown way 'everything'"), (12, DDP, "12 GPUs are neither full hosts")],
 )
 def test_answer_rejects_unknown_strategies_and_partly_filled_hosts(gpus, way, message):
     with pytest.raises(ValueError, match=message):

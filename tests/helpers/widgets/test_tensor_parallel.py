@@ -31,7 +31,7 @@ def test_each_place_determines_the_layers_link_and_hosts(degree, place, asked):
 
 
 def test_layer_on_rejects_more_gpus_than_heads():
-    with pytest.raises(ValueError, match="width 1024 has 8 heads of 128, too few for 16 GPUs"):
+    with pytest.raises(ValueError, match="width 1024 has 8 heads of size 128, too few for 16 GPUs"):
         layer_on(lambda *_, **__: None, 1024, 16, "NVLink 4")
 
 
