@@ -211,7 +211,7 @@ def _as_pages(text: str) -> str:
 
 
 def claims_page(ledger: list[claims.Claim]) -> str:
-    """Return the ledger as a page: one row per claim, with a link to the section that settles it."""
+    """Return the ledger as a page: one row per claim, linked to the section that settles it."""
     rows = ["| id | claim | verdict | what holds | lesson |", "|---|---|---|---|---|"]
     for claim in ledger:
         where = f"lesson {claim.lesson}"
@@ -295,7 +295,9 @@ def _repository_of_the_workflow() -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="teaching.book", description=__doc__.split("\n")[0])
     parser.add_argument("target", type=Path, help="the site's folder")
-    parser.add_argument("--repository", default=_repository_of_the_workflow(), help="the repository's URL")
+    parser.add_argument(
+        "--repository", default=_repository_of_the_workflow(), help="the repository's URL"
+    )
     options = parser.parse_args(arguments)
     try:
         build(options.target, lessons.ROOT / "build" / "executed", options.repository)

@@ -125,7 +125,7 @@ def _nothing(learner: Learner) -> Verdict:
 
 
 def table(verdicts: list[Verdict]) -> str:
-    """Return a table of marks by learner and exercise, with each learner's right answers counted."""
+    """Return a table of marks by learner and exercise, with each learner's count of right answers."""
     ids = {v.exercise for v in verdicts if v.exercise}
     names = sorted(ids, key=lambda name: [*map(int, name.split("."))])
     found = {(v.who, v.exercise): MARKS[v.status] for v in verdicts}
@@ -163,9 +163,14 @@ def main(arguments: list[str] | None = None) -> None:
     positive = _number(float, lambda x: 0 < x < math.inf, "a number above 0")
     count = _number(int, lambda n: n >= 1, "a whole number of at least 1")
     parser.add_argument(
-        "--seconds", type=positive, default=Limits.time_s, help="time limit per exercise, in seconds"
+        "--seconds",
+        type=positive,
+        default=Limits.time_s,
+        help="time limit per exercise, in seconds",
     )
-    parser.add_argument("--gib", type=positive, default=4.0, help="memory limit per exercise, in GiB")
+    parser.add_argument(
+        "--gib", type=positive, default=4.0, help="memory limit per exercise, in GiB"
+    )
     parser.add_argument(
         "--jobs", type=count, help="lessons judged at once (default: as many as fit)"
     )

@@ -30,7 +30,7 @@ FROM_A_CHECK = ("right", "wrong", "not attempted", "error")
 
 @dataclass(frozen=True)
 class Limits:
-    """One exercise's limits: seconds of wall time, and bytes of memory, child processes included."""
+    """One exercise's limits: seconds of wall time and bytes of memory, including its children."""
 
     time_s: float = 120.0
     memory_bytes: int = 4 * 2**30
@@ -145,7 +145,7 @@ class _Process:
         return Judged(exercise, status, message)
 
     def _wait_for(self, files: Sequence[Path], limit_s: float) -> tuple[str, str]:
-        """Wait until one of the files exists; return ("", ""), or a failure's status and message."""
+        """Wait until one of the files exists; return ("", "") or a failure's status and message."""
         deadline_s = time.monotonic() + limit_s
         while True:
             over = self._process.poll() is not None

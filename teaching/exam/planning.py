@@ -1,4 +1,4 @@
-"""Checks of the exam's tasks about planning: who sees which sample, who waits, what fits."""
+"""Checks for the exam's planning tasks: who sees which sample, who waits, what fits."""
 
 import math
 import random
@@ -31,7 +31,9 @@ def remaining(answer: Callable[..., list[list[int]]]) -> dict[str, Any]:
                 _judge_step(parts, order[start : start + together], f"step {step} of {given}")
             if len(batches[0]) != step + 1:
                 raise Wrong(yours=f"{len(batches[0])} batches", expected=f"{step + 1}, and no more")
-    return {"each of the samples": "seen once, on 2, 3 and 4 ranks, in as many steps on each"}
+    return {
+        "each of the samples": "seen once, on 2, 3 and 4 ranks, in equally many steps on each rank"
+    }
 
 
 def _same_number(batches: list[list[list[int]]]) -> None:
@@ -39,7 +41,7 @@ def _same_number(batches: list[list[list[int]]]) -> None:
     if len(set(counts)) > 1:
         raise Wrong(
             yours=f"{counts} batches on the ranks",
-            expected="equally many on each rank",
+            expected="the same number on each rank",
             hint="A rank without a batch wouldn't call the next all-reduce.",
         )
 
@@ -51,7 +53,7 @@ def _judge_step(parts: list[list[int]], expected: list[int], given: str) -> None
             yours=f"together, the ranks see {sorted(seen)}",
             expected=f"the next ones in order, {sorted(expected)}",
             given=given,
-            hint="After each step, the samples seen by all ranks must be the first ones of the order.",
+            hint="After each step, the ranks must have seen the first samples in the order.",
         )
     sizes = [len(part) for part in parts]
     if max(sizes) - min(sizes) > 1:
@@ -59,7 +61,7 @@ def _judge_step(parts: list[list[int]], expected: list[int], given: str) -> None
             yours=f"batches of {sizes}",
             expected="sizes that differ by at most one",
             given=given,
-            hint="Spread the last few over all ranks.",
+            hint="Spread the last few across all ranks.",
         )
 
 
@@ -85,18 +87,20 @@ def makespan(answer: Callable[..., float | None]) -> dict[str, Any]:
         ):
             yours = answer([list(row) for row in orders], forward_s, backward_s)
             if isinstance(make, str) and yours is not None:
-                hint = f"{make} None, if no GPU can continue."
+                hint = f"{make} Return None if no GPU can continue."
                 raise Wrong(yours=yours, expected="None", hint=hint)
             if expected is None:
                 continue
             if not isinstance(yours, Real):
                 raise Wrong(yours=yours, expected=f"{expected} s")
             if not math.isclose(yours, expected):
-                hint = "A backward needs the next stage's; a forward needs the previous stage's."
+                hint = (
+                    "A backward needs the next stage's backward; a forward, the previous stage's."
+                )
                 if yours > expected:
                     hint = (
-                        "GPUs work in parallel, and each action starts as soon as it can. The end is when the "
-                        "last GPU is done."
+                        "GPUs work in parallel, and each action starts as soon as it can. The step "
+                        "ends when the last GPU is done."
                     )
                 raise Wrong(yours=f"{yours} s", expected=f"{expected} s", hint=hint)
     return {"simulated": "all forward, all backward; 1F1B; and two that get stuck"}
@@ -113,7 +117,7 @@ _STUCK = {
 
 
 MOST_SAMPLES = 20_000
-"""The most that ``peak`` accepts, as the task says; more would take this machine too much memory and time."""
+"""The most samples that ``peak`` accepts, as the task says; more take too much memory and time."""
 
 
 @exercise("99.8", "The largest batch")
@@ -132,7 +136,7 @@ def largest_batch(answer: Callable[[Callable[[int], int], int], int]) -> dict[st
                 raise Wrong(
                     yours=f"peak({batch_size:,})",
                     expected=f"at most {MOST_SAMPLES:,} samples, as the task says",
-                    hint="The two points of a line needn't be far apart.",
+                    hint="Two points on a line needn't be far apart.",
                 )
             return step(batch_size)
 
@@ -144,7 +148,7 @@ def largest_batch(answer: Callable[[Callable[[int], int], int], int]) -> dict[st
             if len(asked) > 3:
                 raise Wrong(
                     yours=f"{len(asked)} steps measured, with {asked} samples",
-                    expected="3 at most",
+                    expected="at most 3",
                     hint="Two points determine a line.",
                 )
             if yours > MOST_SAMPLES:
@@ -159,7 +163,10 @@ def largest_batch(answer: Callable[[Callable[[int], int], int], int]) -> dict[st
 
 
 def _step(width: int, gpu: torch.device) -> Callable[[int], int]:
-    """A function that trains a new network for one step; returns the peak bytes, including its own state."""
+    """Return a function that trains a new network for one step and returns the peak bytes.
+
+    The peak includes the network and its optimizer's state.
+    """
     layers = nn.Linear(64, width), nn.Linear(width, width), nn.Linear(width, 10)
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2]).to(gpu)
     optimizer = torch.optim.Adam(model.parameters())
@@ -180,15 +187,15 @@ def _step(width: int, gpu: torch.device) -> Callable[[int], int]:
 
 
 def _hint_for_batch(asked: Sequence[int]) -> str:
-    # Counted: depending on the width, the peak is in the update up to 190 to 320 samples; from
+    # Counted: up to 190 to 320 samples, depending on the width, the peak occurs in the update; from
     # about 450 on, each sample adds the same bytes.
     small = [size for size in asked if size <= 450]
     if small:
         return (
-            f"With {min(small)} samples, the peak is in the update or near it, where samples matter "
-            "little or not at all. Measure where activations dominate."
+            f"With {min(small)} samples, the peak occurs in the update or near it, where the batch "
+            "size matters little or not at all. Measure where activations dominate."
         )
-    return "Part of the bytes is the same for any batch; the rest grows with it."
+    return "Some of the bytes are the same for any batch; the rest grow with it."
 
 
 def _judge_batch(

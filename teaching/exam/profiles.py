@@ -1,4 +1,4 @@
-"""Checks of the exam's last tasks: a trace, gradients with few bits, the cache of many users."""
+"""Checks for the exam's last tasks: a trace, low-precision gradients, and many users' cache."""
 
 import random
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def waits_us(answer: Callable[[list[Row]], list[float]]) -> dict[str, Any]:
                     yours=f"{yours}",
                     expected=f"{expected}",
                     given=given,
-                    hint="That's how late each rank is. The late one doesn't wait."
+                    hint="This is how late each rank is. The last one doesn't wait."
                     if yours == late
                     else "Rows are in random order, and only kernels count: sort each rank's "
                     "by ts. A wait ends when the last rank has arrived.",
@@ -44,7 +44,7 @@ def waits_us(answer: Callable[[list[Row]], list[float]]) -> dict[str, Any]:
 
 
 def _trace(ranks: int, collectives: int) -> tuple[list[list[float]], list[Row]]:
-    """When each rank's collectives start, and the rows, shuffled."""
+    """Return when each rank's collectives start, and the trace's rows, shuffled."""
     starts: list[list[float]] = [[] for _ in range(ranks)]
     rows: list[Row] = []
     begin = 0.0
@@ -85,9 +85,9 @@ def sent(
             if not all(map(torch.equal, gradients, before)):
                 raise Wrong(
                     yours="modified gradients",
-                    expected="gradients as they were",
+                    expected="unmodified gradients",
                     given=given,
-                    hint="+= writes into the tensor that you were given.",
+                    hint="+= writes to the tensor that was passed in.",
                 )
             types = {tensor.dtype for tensor in yours}
             if len(yours) != steps or types != {dtype}:
@@ -127,18 +127,22 @@ def pages(answer: Callable[[list[list[int]], int], int]) -> dict[str, Any]:
     cases = (
         ([system[:5]], 4, "The last tokens need a page, too, even if they don't fill it."),
         ([system[:8]], 4, "Eight tokens fill two pages of four."),
-        ([system + own, system + own[::-1]], 4, "Full pages of equal beginnings are shared."),
+        ([system + own, system + own[::-1]], 4, "Full pages with equal beginnings are shared."),
         (
             [[*system[:4], *own], [*reversed(own), *own]],
             4,
-            "Keys depend on all earlier tokens: the same tokens after different ones need other pages.",
+            "Keys depend on all earlier tokens: after different ones, the same tokens need new pages.",
         ),
         (
             [system[:6], system[:6]],
             4,
-            "A page that isn't full will be written into by its user: it isn't shared.",
+            "A page that isn't full isn't shared: its user will write to it.",
         ),
-        ([[*system, k] for k in range(200, 220)], 8, "Full pages of equal beginnings are shared."),
+        (
+            [[*system, k] for k in range(200, 220)],
+            8,
+            "Full pages with equal beginnings are shared.",
+        ),
     )
     for prompts, size, hint in cases:
         given = f"pages of {size} tokens for {prompts if len(prompts) < 3 else len(prompts)}"
@@ -149,4 +153,4 @@ def pages(answer: Callable[[list[list[int]], int], int]) -> dict[str, Any]:
             if yours != expected:
                 raise Wrong(yours=yours, expected=expected, given=given, hint=hint)
     alone = sum(-(-len(prompt) // size) for prompt in prompts)
-    return {"20 users with one system prompt": f"{yours} pages, instead of {alone}"}
+    return {"20 users with the same system prompt": f"{yours} pages, instead of {alone}"}

@@ -1,4 +1,4 @@
-"""Checks of the exam's tasks that run on ranks, each with a GPU."""
+"""Checks for the exam's tasks that run on multiple ranks, each with a GPU."""
 
 import random
 from collections.abc import Callable
@@ -27,14 +27,14 @@ def largest_of_all(answer: Callable[[torch.Tensor, int], torch.Tensor]) -> dict[
             where = f"{given}; on rank {rank}"
             expect_equal(yours, expected, given=where, hint=hint)
             _on_its_gpu(place, where)
-            _within(calls, 1, k, where, "k numbers from each rank are enough.")
-    return {"sent": f"one {calls[0][0]}, of {k} numbers per rank"}
+            _within(calls, 1, k, where, "k scores from each rank are enough.")
+    return {"sent": f"one {calls[0][0]}, with {k} elements per rank"}
 
 
 def _on_gpu(
     rank: int, world_size: int, call: Callable[..., Any], *args: Any
 ) -> tuple[Any, CollectiveCalls]:
-    """On a rank: what ``call`` returns, its tensors on the CPU, and the collectives."""
+    """Return what ``call`` returns on a rank, with tensors on the CPU, and its collectives."""
     result, calls = count_collectives_on_gpu(rank, world_size, call, *args)
     if isinstance(result, tuple):
         return tuple(_fetched(part) for part in result), calls
@@ -55,7 +55,7 @@ def _largest(
 
 
 def _place(yours: Any) -> str:
-    """On a rank: the device of a tensor that isn't on the rank's GPU; otherwise ""."""
+    """Say on which device a tensor is if it isn't on the rank's GPU; otherwise return ""."""
     elsewhere = isinstance(yours, torch.Tensor) and yours.device != own_gpu()
     return f"{yours.device}, but the rank's GPU is {own_gpu()}" if elsewhere else ""
 
@@ -66,18 +66,18 @@ def _on_its_gpu(place: str, given: str) -> None:
             yours=f"a tensor on {place}",
             expected="one on the rank's GPU",
             given=given,
-            hint="The numbers are right. Return them on the device of the rank's tensor.",
+            hint="The values are right. Return them on the device of the rank's tensor.",
         )
 
 
 def _within(calls: CollectiveCalls, most: int, largest: int, given: str, hint: str) -> None:
-    """Raise Wrong for more than ``most`` collectives, for too many numbers given to one, and for none."""
+    """Raise Wrong for no collective, more than ``most``, or more than ``largest`` elements in one."""
     if 0 < len(calls) <= most and all(size <= largest for _, size in calls):
         return
-    spent = ", ".join(f"{name}, to which the rank gives {size}" for name, size in calls)
+    spent = ", ".join(f"{name}, with {size} elements from the rank" for name, size in calls)
     raise Wrong(
         yours=spent or "no collective",
-        expected=f"at most {most}, to which a rank gives {largest} or fewer numbers",
+        expected=f"at most {most}, with at most {largest} elements from a rank",
         given=given,
         hint=f"The result is right, but over the budget. {hint}",
     )
@@ -113,8 +113,8 @@ def clip_sharded(answer: Callable[..., Any]) -> dict[str, Any]:
                         rtol=1e-4,
                         atol=1e-5,
                     )
-            _within(calls, 1, 1, where, "Sum one number over the ranks.")
-    return {"norms": "those of the whole gradient, on 2 and 3 ranks", "sent": "one number"}
+            _within(calls, 1, 1, where, "Sum one number across ranks.")
+    return {"norms": "the full gradient's, on 2 and 3 ranks", "sent": "one number"}
 
 
 def _clipped(
@@ -162,14 +162,14 @@ def _hint_for_norm(
         return "This is the norm of what one rank has. The others have the rest of the gradient."
     if near((shards + common).sqrt().sum()) or near(shards.sqrt().sum() + common.sqrt()):
         return "Norms don't add up; their squares do."
-    return "The square of the norm is the sum of the squares of all numbers."
+    return "The square of the norm is the sum of the squares of all elements."
 
 
 @exercise("99.10", "The likeliest token")
 def likeliest(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     for ranks, tokens, words in ((2, 5, 1500), (3, 4, 1000)):
         expected = torch.randint(ranks * words, (tokens,))
-        # A word in a later rank's part, whose index neither 16-bit float can represent.
+        # The index of a word in a later rank's part, which neither 16-bit float can represent.
         expected[0] = random.randrange(2049, ranks * words, 2)
         logits = -torch.randint(100, (tokens, ranks * words)).bfloat16()
         logits[torch.arange(tokens), expected] = 50
@@ -186,7 +186,7 @@ def likeliest(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
             expect_equal(yours, expected, given=where, hint=hint)
             _on_its_gpu(place, where)
             _within(calls, 2, 2 * tokens, where, "Two numbers per token and rank are enough.")
-    return {"sent": " and ".join(f"{name} of {size} numbers per rank" for name, size in calls)}
+    return {"sent": " and ".join(f"{name} with {size} elements per rank" for name, size in calls)}
 
 
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
@@ -201,7 +201,7 @@ def _hint_for_words(yours: torch.Tensor, expected: torch.Tensor, words: int) -> 
         return (
             "Close: 16-bit floats have 8 or 11 bits for whole numbers, too few for a word's index."
         )
-    return "First find each rank's largest and where it is, then the largest of those."
+    return "First find each rank's largest logit and its index, then the largest of those."
 
 
 def _found(

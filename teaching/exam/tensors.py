@@ -1,4 +1,4 @@
-"""Checks of the exam's first tasks: devices, autograd, training, DataParallel."""
+"""Checks for the exam's first tasks: devices, autograd, training, DataParallel."""
 
 import copy
 import random
@@ -31,13 +31,16 @@ def elsewhere(answer: Callable[[nn.Module, torch.device], list[str]]) -> dict[st
         given = f"device {device}, while GPU {current} is current"
         with for_input(given, "Return names, as a list."), api.device(current):
             yours = answer(model, device)
-            hint = "Names are those of named_parameters() and named_buffers()."
+            hint = "Return the names that named_parameters() and named_buffers() use."
             if device.index is None:
-                hint = "A device without an ordinal is the current one, but it doesn't equal any tensor's device."
+                hint = (
+                    "A device without an ordinal is the current one, but it doesn't equal any "
+                    "tensor's device."
+                )
             elif isinstance(yours, list) and set(expected) - set(yours) == {"0.scale"}:
                 hint = "A buffer is missing: state_dict() leaves out those with persistent=False."
             elif isinstance(yours, list) and set(yours) < set(expected):
-                hint = "Some are missing. A module holds more tensors than its parameters."
+                hint = "Some are missing. A module holds other tensors besides its parameters."
             expect_equal(
                 sorted(yours) if isinstance(yours, list) else yours, sorted(expected), hint=hint
             )
@@ -58,7 +61,7 @@ def rounded(answer: Callable[[torch.Tensor, float], torch.Tensor]) -> dict[str, 
         with for_input(given, "The values are rounded; the gradient passes as if they weren't."):
             yours = answer(x, step)
             values = torch.round(before / step) * step
-            expect_close(yours.detach(), values, hint="Multiples of step, the nearest ones.")
+            expect_close(yours.detach(), values, hint="Return the nearest multiples of step.")
             if not torch.equal(x.detach(), before):
                 raise Wrong(
                     yours="the input itself, rounded",
@@ -69,7 +72,7 @@ def rounded(answer: Callable[[torch.Tensor, float], torch.Tensor]) -> dict[str, 
                 raise Wrong(
                     yours="a result outside the graph",
                     expected="a result with a gradient",
-                    hint="Detach the correction, not the whole.",
+                    hint="Detach only the correction, not the whole result.",
                 )
             (yours * weights).sum().backward()
             expect_close(
@@ -79,15 +82,15 @@ def rounded(answer: Callable[[torch.Tensor, float], torch.Tensor]) -> dict[str, 
             )
             if _has_function(yours):
                 raise Wrong(
-                    yours="the right gradient, by a torch.autograd.Function",
+                    yours="the right gradient, from a torch.autograd.Function",
                     expected="the same without one",
                     hint="Add to x what rounding changes, as a part that autograd doesn't see.",
                 )
-    return {"gradient": "that of the identity", "values": f"multiples of {step}"}
+    return {"gradient": "the identity's", "values": f"multiples of {step}"}
 
 
 def _has_function(result: torch.Tensor) -> bool:
-    """Whether the graph of a result has a step whose backward is written in Python."""
+    """Return whether a result's graph has a step whose backward is written in Python."""
     found = [result.grad_fn]
     for node in found:  # grows during the loop
         following = (other for other, _ in node.next_functions) if node else ()
@@ -153,13 +156,14 @@ def statistics_under_data_parallel(
         with for_input(given, "Return two tensors: the running mean and the running variance."):
             mean, variance = answer(x, count, momentum)
             whole = torch.allclose(mean, momentum * x.mean(0))
-            hint = "Which replica's buffers are the module's own? And how many samples has it?"
+            hint = "Which replica's buffers are the module's own? And how many samples does it get?"
             if whole:
-                hint = "No GPU sees the whole batch. Whose writes to the buffers are kept?"
+                hint = "No GPU sees the full batch. Whose writes to the buffers are kept?"
             expect_close(mean, expected[0], hint=hint)
             expect_close(
                 variance,
                 expected[1],
-                hint="It starts at 1, keeps 1 - momentum of that, and adds the unbiased variance.",
+                hint="It starts at 1, keeps 1 - momentum of that, and adds momentum times the "
+                "unbiased variance.",
             )
-    return {"predicted": "mean and variance of PyTorch's own, with 2, 4 and 8 GPUs"}
+    return {"predicted": "PyTorch's own mean and variance, on 2, 4 and 8 GPUs"}

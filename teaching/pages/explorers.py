@@ -96,7 +96,7 @@ def _now(found: dict[str, Any]) -> int:
 
 
 def _control(control: dict[str, Any], name: str) -> str:
-    """Return HTML for a slider or a menu with its label; if there's only one value, just its text."""
+    """Return HTML for a labeled slider or menu; if there's only one value, just its text."""
     values, now, label = control["values"], control["now"], escape(control["label"])
     words = escape(values[now])
     if len(values) == 1:
@@ -126,7 +126,7 @@ def _html(part: dict[str, Any], pictures: Path) -> str:
         name = hashlib.sha256(picture).hexdigest()[:16] + ".png"
         pictures.mkdir(parents=True, exist_ok=True)
         (pictures / name).write_bytes(picture)
-        # The size lets the page reserve space before the picture loads. A PNG has it in bytes 16-23.
+        # The size lets the page reserve space before the picture loads; it's in a PNG's bytes 16-23.
         width, height = (int.from_bytes(picture[at : at + 4], "big") for at in (16, 20))
         return f'src="_static/explorers/{name}" width="{width}" height="{height}"'
 

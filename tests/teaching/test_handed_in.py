@@ -99,5 +99,7 @@ def test_every_learner_is_in_the_table_whatever_the_folder_contains(tmp_path, ca
 def test_folders_with_only_zip_files_are_reported(tmp_path):
     (tmp_path / "class").mkdir()
     (tmp_path / "class" / "ada.zip").write_bytes(b"PK")
-    with pytest.raises(ValueError, match=r"no folder with a lesson .*; unpack ada.zip, for example"):
+    with pytest.raises(
+        ValueError, match=r"no folder with a lesson .*; unpack ada.zip, for example"
+    ):
         class_check.check_class(tmp_path / "class", LIMITS)

@@ -88,9 +88,7 @@ def test_a_button_makes_a_guess_and_opens_its_explanation(displayed):
     asked.compare("same")
     controls, shown = displayed
     (before,) = shown.outputs
-    assert before["data"] == {
-        "text/plain": "Make guess 4a above, or skip it, to see the outcome."
-    }
+    assert before["data"] == {"text/plain": "Make guess 4a above, or skip it, to see the outcome."}
     same, different, skip = controls.children[0].children
     different.click()
     comparison, opening = shown.outputs

@@ -195,7 +195,7 @@ WRONG = {
                 result="[rest[i : i + together][rank::world_size]"
                 " for i in range(0, len(rest), together)]",
             ),
-            "the first ones of the order",
+            "the first samples in the order",
         ),
         (
             _REMAINING.format(
@@ -256,7 +256,7 @@ WRONG = {
     "99.13": [
         (
             _PAGES.format(full="[]", others="sum(-(-len(p) // size) for p in prompts)"),
-            "equal beginnings are shared",
+            "with equal beginnings are shared",
         ),
         (
             _PAGES.format(
