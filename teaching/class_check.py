@@ -125,7 +125,7 @@ def _nothing(learner: Learner) -> Verdict:
 
 
 def table(verdicts: list[Verdict]) -> str:
-    """Return a table of marks by learner and exercise, with each learner's count of right answers."""
+    """Return a table of marks by learner and exercise, with a count of right answers."""
     ids = {v.exercise for v in verdicts if v.exercise}
     names = sorted(ids, key=lambda name: [*map(int, name.split("."))])
     found = {(v.who, v.exercise): MARKS[v.status] for v in verdicts}

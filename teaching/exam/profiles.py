@@ -131,7 +131,7 @@ def pages(answer: Callable[[list[list[int]], int], int]) -> dict[str, Any]:
         (
             [[*system[:4], *own], [*reversed(own), *own]],
             4,
-            "Keys depend on all earlier tokens: after different ones, the same tokens need new pages.",
+            "Keys depend on all earlier tokens: equal tokens after different ones need new pages.",
         ),
         (
             [system[:6], system[:6]],
