@@ -50,7 +50,7 @@ def test_real_gpus_run_without_cublas_workspaces(real_gpus, monkeypatch):
     devices.lab(1)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":0:0"
     assert os.environ["CUBLASLT_WORKSPACE_SIZE"] == "0"
-    assert "bytes counted are those of tensors" in str(devices.describe(2))
+    assert "only the bytes of tensors are counted" in str(devices.describe(2))
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     assert "because CUBLAS_WORKSPACE_CONFIG=:4096:8 asks" in str(devices.describe(2))
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

@@ -39,7 +39,7 @@ def test_a_cut_can_remove_the_entire_graph():
 def test_compare_explains_a_mistake_in_an_expression():
     with pytest.raises(ValueError, match=r"cut is 'clone'.*detach"):
         compare(INNER, OUTER, "clone")
-    with pytest.raises(ValueError, match=r"one number.*add \.sum"):
+    with pytest.raises(ValueError, match=r"a scalar.*add \.sum"):
         compare("x * w", "h * v", "detach()")
     with pytest.raises(ValueError, match="depends on x, w or v"):
         compare("x.detach()", "h.sum()", ".data")

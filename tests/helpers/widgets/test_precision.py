@@ -38,7 +38,7 @@ def test_scaled_values_stay_within_the_formats_range():
 
 
 def test_answer_rejects_an_unknown_kind_of_scale():
-    with pytest.raises(ValueError, match="no 'column'; there are tensor, row, block of 32"):
+    with pytest.raises(ValueError, match="unknown 'column'; the choices are tensor, row"):
         answer("e4m3", "column", LARGER[0], 1)
 
 

@@ -132,19 +132,25 @@ def largest_batch(peak, budget_bytes):
 
 WRONG = {
     "99.1": [
-        (_elsewhere(named="model.named_parameters()"), "more tensors than its parameters"),
+        (_elsewhere(named="model.named_parameters()"), "other tensors besides its parameters"),
         (_elsewhere(first="pass"), "doesn't equal any tensor's device"),
         (_elsewhere(first="pass", test="tensor.device.type != device.type"), "Some are missing"),
         (_elsewhere(named="model.state_dict().items()"), "persistent=False"),
     ],
     "99.2": [
         (_ROUNDED.format(before="", result="torch.round(x / step) * step"), "a gradient of 0"),
-        (_ROUNDED.format(before="", result="torch.round(x.detach() / step) * step"), "Detach the"),
+        (
+            _ROUNDED.format(before="", result="torch.round(x.detach() / step) * step"),
+            "Detach only the",
+        ),
         (
             _ROUNDED.format(before="x.data = torch.round(x.data / step) * step", result="x * 1"),
             "everyone else reads",
         ),
-        (_ROUNDED.format(before="", result="x + (torch.round(x) - x).detach()"), "nearest ones"),
+        (
+            _ROUNDED.format(before="", result="x + (torch.round(x) - x).detach()"),
+            "nearest multiples",
+        ),
         (
             "class Rounded(torch.autograd.Function):\n"
             "    @staticmethod\n"
@@ -216,7 +222,7 @@ WRONG = {
         (
             "def largest_batch(peak, budget_bytes):\n"
             "    return int(budget_bytes / (peak(1500) / 1500))",
-            "grows with it",
+            "grow with it",
         ),
         (_BATCH.format(sizes="1, 2"), "in the update"),
         (_BATCH.format(sizes="200, 1000"), "in the update"),
@@ -229,7 +235,7 @@ WRONG = {
             "    return size - 500",
             "Two points determine a line",
         ),
-        ("def largest_batch(peak, budget_bytes):\n    return 1500", "grows with it"),
+        ("def largest_batch(peak, budget_bytes):\n    return 1500", "grow with it"),
     ],
     "99.11": [
         (_waits(rows="rows"), "Rows are in random order"),
@@ -240,7 +246,7 @@ WRONG = {
                 last="last = [min(times) for times in zip(*starts.values())]",
                 wait="sum(starts[rank]) - sum(last)",
             ),
-            "The late one doesn't wait",
+            "The last one doesn't wait",
         ),
         ("def waits_us(rows):\n    return 3", "Return a list of numbers"),
     ],
@@ -249,7 +255,7 @@ WRONG = {
         (_sent(rest="rest + whole - messages[-1].float()"), "The next step adds it, once"),
         (_sent(rest="messages[-1].float() - whole"), "should have been sent and what was"),
         (_sent(rest="gradient - messages[-1].float()"), "should have been sent and what was"),
-        (_sent(whole="gradient.add_(rest)"), "writes into the tensor"),
+        (_sent(whole="gradient.add_(rest)"), "writes to the tensor"),
         (_sent(message="compress(whole).float()"), "what compress returns"),
         ("def sent(gradients, compress):\n    return []", "once per step"),
     ],
@@ -271,7 +277,7 @@ WRONG = {
                 full="{tuple(p[: end + size]) for p in prompts for end in range(0, len(p), size)}",
                 others="0",
             ),
-            "it isn't shared",
+            "full isn't shared",
         ),
         (_PAGES.format(full=_FULL.format(more=""), others=_OTHERS), "Eight tokens fill two pages"),
         (_PAGES.format(full=_FULL.format(more=" + 1"), others="0"), "need a page, too"),
