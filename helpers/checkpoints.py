@@ -52,22 +52,39 @@ class Checkpoints:
             # The thread that writes has its own group, separate from the training's.
             self.group: Any = dist.new_group(backend="gloo")
             signal.signal(signal.SIGTERM, self._terminate)
-            self.last, problem = _from_rank_0(lambda: (self._complete(), self._unwritable()))
-            if problem:
-                raise CheckpointRefused(problem)
+            self.last = self._shared()
 
     def _terminate(self, *_: object) -> None:
         self.is_terminated = True
 
-    def _unwritable(self) -> str:
-        """Why the folder can't be written into; empty if it can."""
+    def _shared(self) -> Path | None:
+        """The last complete checkpoint, if all ranks see and can write what rank 0 sees and writes."""
         assert self.folder
+        path: str | None = None
+        problem = ""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.folder):
-                return ""
+            if dist.get_rank() == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                path = tempfile.mkstemp(prefix=".rank-0-", dir=self.folder)[1]
         except OSError as error:
-            return f"cannot write into {self.folder}: {error}. Choose another folder"
+            problem = f"cannot write into {self.folder}: {error}. Choose another folder"
+        last, path, problem = _from_rank_0(lambda: (self._complete(), path, problem))
+        if not problem:
+            try:
+                assert path
+                with open(path, "r+b"):
+                    pass
+            except OSError as error:
+                problem = f"rank {dist.get_rank()} cannot write what rank 0 wrote into "
+                problem += f"{self.folder}: {error}. Choose a folder that all hosts share"
+            problems: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(problems, problem)
+            problem = max(problems)
+            if dist.get_rank() == 0:
+                Path(path).unlink()
+        if problem:
+            raise CheckpointRefused(problem)
+        return last
 
     def _folders(self) -> list[Path]:
         """The checkpoints in the folder, complete or not; other names belong to somebody else."""

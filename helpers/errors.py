@@ -1,4 +1,4 @@
-"""Expected errors and warnings: caught, shown briefly, and required to happen."""
+"""Expected errors and warnings: required, caught, and shown in shortened form."""
 
 import textwrap
 import warnings

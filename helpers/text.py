@@ -1,6 +1,6 @@
 """English text without downloads, letter by letter: the topics of Python's ``help()``.
 
-    tokens = letters(train=True)                          # (N,) int64, one per letter
+    tokens = letters(train=True)                          # (N,) int64, one per character
     inputs, targets = next(batches(tokens, 8, length=64))  # (8, 64) each; targets are shifted by one
 
 The text differs slightly between versions of Python; the vocabulary doesn't.
@@ -15,16 +15,16 @@ import torch
 from torch import nn
 
 VOCABULARY = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
-"""Newline and the 95 printable ASCII characters: 96 letters; the index of a letter is its token."""
+"""Newline and the 95 printable ASCII characters; a character's index is its token."""
 
 _NUMBERS = {letter: number for number, letter in enumerate(VOCABULARY)}
 
-# Characters in the topics beyond ASCII, and their replacements in ASCII.
+# Non-ASCII characters in the topics, and their ASCII replacements.
 _PLAIN = {"“": '"', "”": '"', "‘": "'", "’": "'", "–": "-", "—": "--", "…": "...", "\t": "    "}
 
 
 def encode(text: str) -> torch.Tensor:
-    """Return each letter's token, (N,) int64. Raises ValueError for letters not in VOCABULARY."""
+    """Return each character's token, (N,) int64. Raises ValueError for characters not in VOCABULARY."""
     for place, letter in enumerate(text):
         if letter not in _NUMBERS:
             raise ValueError(
@@ -57,7 +57,7 @@ def _all_letters() -> torch.Tensor:
     text = "\n\n".join(topics[name] for name in sorted(topics))
     for letter, plain in _PLAIN.items():
         text = text.replace(letter, plain)
-    # Every rank of a training run encodes the text, so letter by letter would be too slow.
+    # Every rank of a training run encodes the text, and one character at a time would be too slow.
     numbers = torch.full((128,), -1)
     numbers[[ord(letter) for letter in VOCABULARY]] = torch.arange(len(VOCABULARY))
     codes = torch.frombuffer(bytearray(text.encode("ascii", "ignore")), dtype=torch.uint8)
@@ -66,9 +66,9 @@ def _all_letters() -> torch.Tensor:
 
 
 def letters(train: bool = True) -> torch.Tensor:
-    """Return the letters of all topics, in the order of their names, as (N,) int64.
+    """Return the tokens of all topics, sorted by name, as (N,) int64.
 
-    ``train=True`` is the first 90 %, more than 300,000 letters; ``train=False`` the last 10 %, for
+    ``train=True`` is the first 90 %, more than 300,000 characters; ``train=False`` the last 10 %, for
     evaluation only. A few sentences are in both, since topics quote each other.
     """
     every = _all_letters()
@@ -88,7 +88,7 @@ def batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield one rank's inputs and targets, (batch_size / world_size, length) int64, without end.
 
-    Sequences start at random positions, redrawn for each batch; a target is the letter after its input.
+    Sequences start at random positions, redrawn for each batch; a target is the character after its input.
     ``batch_size`` counts the sequences of all ranks. The same seed gives the same sequences for any
     ``world_size``, and the ranks split them in order, so the concatenated batches of all ranks are the
     batch of a single process. The first ``skip`` batches are left out, without reading their tokens.
@@ -142,15 +142,17 @@ def sample(
     temperature: float = 0.7,
     seed: int = 0,
 ) -> str:
-    """Continue the prompt by ``count`` letters sampled from the model, one after another.
+    """Continue the prompt with ``count`` characters sampled from the model one at a time.
 
-    ``model`` maps (1, S) integers to (1, S, 96) logits, and sees the last ``window`` letters. A low
-    temperature prefers likely letters. Sampling is on the CPU, so it depends only on the seed and the
-    logits. Every letter takes a forward pass: with a sharded model, all ranks must sample. Raises
+    ``model`` maps (1, S) integers to (1, S, 96) logits, and sees the last ``window`` characters. A
+    low temperature favors likely characters. Sampling is on the CPU, so it depends only on the seed and the
+    logits. Every character takes a forward pass: with a sharded model, all ranks must sample. Raises
     ValueError for an empty prompt, or a temperature that isn't positive.
     """
     if not prompt:
-        raise ValueError("the prompt is empty; the model needs a letter to continue, such as 'T'.")
+        raise ValueError(
+            "the prompt is empty; the model needs at least one character to continue from, such as 'T'."
+        )
     if temperature <= 0:
         raise ValueError(f"the temperature must be positive; found {temperature}.")
     generator = torch.Generator().manual_seed(seed)

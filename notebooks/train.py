@@ -8,8 +8,8 @@
 The same command continues from the last checkpoint: bit for bit in the same layout on the CPU,
 otherwise up to rounding. It learns letters from Python's own documentation. For a run of your own:
 
-    data          train: any (N,) tokens, such as a np.memmap, instead of letters(...), or your own
-                  batches(...): equally many targets per rank and microbatch, since means are averaged
+    data          train: any (N,) tensor, such as torch.from_file(...), instead of letters(...); or your
+                  own batches: without end, after skip ones, with equally many targets everywhere
     model         build: the module, and an initialize that fills what to_empty leaves undefined
     division      TENSOR_PLAN, in helpers/gpt.py, by module name; divide: what FSDP2 gathers at once
     sizes, MFU    helpers/gpt.py: MODELS, and in speed the FLOPs per token and the GPUs' peaks
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--recompute", action="store_true", help="keep only the blocks' inputs")
     parser.add_argument("--compile", action="store_true", help="torch.compile for each block")
     parser.add_argument("--weights", type=Path, help="a whole state dict to begin with")
-    parser.add_argument("--checkpoints", type=Path, help="a folder to write into and go on from")
+    parser.add_argument("--checkpoints", type=Path, help="a folder that all hosts share")
     parser.add_argument("--lose", help="RANK:STEP, a fire drill: kill that rank after that step")
     options = parser.parse_args()
     for name, (default, _) in numbers.items():
@@ -210,7 +210,7 @@ def train(options: Namespace, sizes: TransformerSizes, mesh: DeviceMesh, device:
     held_out = list(islice(held_out, 4))
     began_s, shown = time.perf_counter(), begin
     skipped, in_a_row = torch.zeros((2, 1), device=device)
-    for step, batch in enumerate(islice(data, options.steps - begin), begin + 1):
+    for step, batch in enumerate(islice(data, max(0, options.steps - begin)), begin + 1):
         if device != "cpu":  # pinned: the host goes on before the GPU has taken them
             batch = tuple(part.pin_memory().to(device, non_blocking=True) for part in batch)
         for group in optimizer.param_groups:  # warming up, then half a cosine

@@ -46,7 +46,7 @@ def predict_second_step(**options: Any) -> Iterator[None]:
         yield
         taken = len(timelines)
         raise SystemExit(
-            f"python -m vgpu --cluster: the second optimizer step is recorded, but the program "
+            f"python -m vgpu --cluster: this records the second optimizer step, but the program "
             f"took only {taken}: have it take at least two"
         )
 

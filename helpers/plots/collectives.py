@@ -126,7 +126,7 @@ def ring(held: Sequence[Sequence[int]], sent: Sequence[int], message: str) -> No
         axes.text(chunk + 0.46, -0.85, f"chunk {chunk}", ha="center", va="center", in_layout=False)
     axes.set(xlim=(-0.9, ranks), ylim=(ranks - 0.3, -1.1))
     axes.axis("off")
-    title(axes, message, "computed: a cell's colors are the ranks whose values it contains")
+    title(axes, message, "computed: a cell's colors show the ranks whose values it contains")
     summary = "; ".join(f"rank {rank} holds {list(numbers)}" for rank, numbers in enumerate(held))
     moves = ", ".join(f"chunk {chunk} from rank {rank}" for rank, chunk in enumerate(sent))
     show(
@@ -275,9 +275,7 @@ def latency_and_bandwidth(measured: Mapping[int, float], expected: Mapping[int, 
     axes.set_xticks(sizes[::2], [format_bytes(size) for size in sizes[::2]])
     axes.minorticks_off()
     axes.legend(loc="upper left", fontsize=9)
-    title(
-        axes, "First the latency, then the bytes", "all-reduce between two processes, measured here"
-    )
+    title(axes, "Latency first, then bandwidth", "all-reduce between two processes, measured here")
     summary = ", ".join(
         f"{format_bytes(size)} {format_seconds(measured[size])}" for size in sizes[::2]
     )

@@ -46,7 +46,7 @@ def mesh(groups: Mapping[str, Groups], gpus_per_host: int, how: str = "counted")
         )
         if axes is not panels[0, 0]:
             axes.set_yticklabels([])
-    headline(fig, "GPUs of one color communicate", how)
+    headline(fig, "GPUs of the same color communicate", how)
     summary = "; ".join(
         f"{name}, {len(dimension_groups)} groups of {len(dimension_groups[0])}, the first with ranks "
         f"{', '.join(map(str, dimension_groups[0]))}"
@@ -123,7 +123,7 @@ def expert_load(tokens: Sequence[int], experts_per_rank: int, capacity: int | No
         held = sum(tokens[rank * experts_per_rank : (rank + 1) * experts_per_rank])
         axes.text(middle, max(tokens) * 1.06, f"rank {rank}: {held}", ha="center", fontsize=9)
     axes.set_ylim(0, max(*tokens, capacity or 0) * 1.18)
-    title(axes, "The fullest rank sets the pace", f"counted on {ranks} real ranks")
+    title(axes, "The busiest rank sets the pace", f"counted on {ranks} real ranks")
     summary = ", ".join(f"expert {number} {count}" for number, count in enumerate(tokens))
     limit = "" if capacity is None else f", and the capacity is {capacity}"
     show(fig, f"Bar chart of tokens per expert: {summary}; the mean is {mean:.0f}{limit}.")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from helpers import gpt, script
+from helpers import checkpoints, gpt, script
 from teaching import lessons
 from vgpu import launch
 from vgpu.plan import Layout, Plan, predict
@@ -345,6 +345,34 @@ def test_the_script_refuses_a_folder_that_it_cannot_write_into_before_it_trains(
     found = capfd.readouterr()
     assert f"train.py: cannot write into {tmp_path / 'file'}: " in found.err
     assert "step" not in found.out
+
+
+def on_its_own_disk(rank, world_size, folder):
+    """Run the script; rank 1 doesn't find what rank 0 writes into the folder."""
+    plain = open
+
+    def instead(path, *mode):
+        if rank == 1 and ".rank-0-" in str(path):
+            raise FileNotFoundError(2, "No such file or directory")
+        return plain(path, *mode)
+
+    with mock.patch.object(checkpoints, "open", instead, create=True):
+        on_a_rank(rank, world_size, ["--steps", "2", "--checkpoints", folder])
+
+
+def test_the_script_refuses_a_folder_that_ranks_do_not_share(tmp_path, capfd):
+    """Each host would have a part of a checkpoint that counts as complete."""
+    with pytest.raises(launch.LaunchError):
+        launch.run(on_its_own_disk, 2, str(tmp_path), gpu="V100")
+    found = capfd.readouterr()
+    assert f"rank 1 cannot write what rank 0 wrote into {tmp_path}: " in found.err
+    assert "step" not in found.out and not list(tmp_path.iterdir())
+
+
+def test_fewer_steps_than_the_checkpoint_has_end_at_once(run, tmp_path):
+    run(f"--steps 4 --layers 1 --checkpoints {tmp_path}")
+    found = run(f"--steps 2 --layers 1 --checkpoints {tmp_path}")
+    assert "resumed from" in found and not losses(found).numel()
 
 
 def test_a_full_disk_keeps_the_last_complete_checkpoint(run, tmp_path, capfd):

@@ -55,13 +55,15 @@ def test_the_cluster_option_predicts_the_scripts_second_step_and_stops(run):
         assert peak.endswith("of 80 GiB allocated")
         (line,) = (line for line in shares if "exposed" in line)
         exposed.append(float(line.split("%")[0]))
-    assert 0 < exposed[0] < exposed[1], "more of the step is collectives on a slower network"
+    assert 0 < exposed[0] < exposed[1], (
+        "exposed collectives take up more of the step on a slower network"
+    )
 
 
 def test_a_script_with_one_step_is_told_that_two_are_needed(run):
     done = run("--cluster", "1x2", steps=1)
     assert done.returncode == 1
-    assert "the second optimizer step is recorded, but the program took only 1" in done.stderr
+    assert "this records the second optimizer step, but the program took only 1" in done.stderr
 
 
 def test_a_script_that_reads_a_tensors_value_gets_an_error(run):

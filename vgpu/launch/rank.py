@@ -163,7 +163,7 @@ class _Rank:
         """Tell the parent where the rank is before an uncaught C++ exception ends it.
 
         gloo throws one in its own thread if ranks pass different numbers of bytes to a collective.
-        The parent then knows every rank's collectives, as in a hang.
+        The parent then knows every rank's collectives, as it does after a hang.
         """
         cpp = ctypes.CDLL("libstdc++.so.6")
         set_terminate = cpp["_ZSt13set_terminatePFvvE"]
@@ -180,7 +180,7 @@ class _Rank:
 
     def _end_with_parent(self) -> NoReturn:
         # A forkserver's children outlive the notebook's kernel. A killed kernel doesn't clean up,
-        # so the ranks remove the folder, end their own children, and exit.
+        # so the ranks remove the folder, kill their own children, and exit.
         for _ in range(3):  # another rank may be writing into it
             shutil.rmtree(self.scratch, ignore_errors=True)
             if not self.scratch.exists():
@@ -205,9 +205,9 @@ def main(control: Connection, output: Connection, scratch: Path) -> None:
     """
     global _rank
     if hasattr(os, "setsid"):
-        # The rank gets a process group of its own: the Stop button's signal goes to the kernel's
-        # group, for the parent to handle, and whatever the rank starts can be ended together with
-        # it.
+        # The rank gets its own process group: the Stop button's signal then reaches only the
+        # kernel's group, where the parent handles it, and whatever the rank starts can be killed
+        # along with it.
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     guard.enter()
@@ -290,7 +290,8 @@ def _join_group(job: Job, scratch: Path) -> None:
         store=store,
         rank=job.rank,
         world_size=job.world_size,
-        # Let the parent's limit expire first: the parent knows more about a hang than the group.
+        # Let the parent's timeout expire first: the parent knows more about a hang than the group
+        # does.
         timeout=timedelta(days=1),
     )
     # A function might leave the group at once, closing connections that others are still opening.

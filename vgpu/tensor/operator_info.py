@@ -169,8 +169,8 @@ class OperatorInfo:
         self.indexes = schema.name in INDEXING
         self.copies = self.name in ("_to_copy", "copy_")  # the only ones that can cross devices
 
-        # How compute.py runs the operator on values. A kernel that consists of multiple operators
-        # may conjugate lazily between them; other kernels are called directly.
+        # How compute.py runs the operator on values. A kernel that calls other operators may pass
+        # them lazily conjugated tensors; other kernels are called directly.
         is_foreach = self.name.startswith("_foreach_")
         self.writes_lists = [p for p, _ in self.written_places if is_foreach]
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
@@ -230,8 +230,8 @@ class OperatorInfo:
         """Whether the host must wait for a value in this call.
 
         With masks, the host must know how many elements they select, unless a single value is
-        filled in (``canDispatchToMaskedFill``). Only shapes still have masks here: for tensors
-        with values, parts.py has already converted them to indices.
+        filled in (``canDispatchToMaskedFill``). Masks reach this point only in calls on shapes:
+        for tensors with values, parts.py has already converted them to indices.
         """
         if not self.indexes:
             return self.waits

@@ -1,10 +1,10 @@
 """What work waits for in a simulation: resources, its stream's queue, events, and other ranks.
 
 A resource, such as a GPU's multiprocessors or one direction of a link, does one thing at a time. A
-collective starts when all of its ranks are ready and its wires are free: each GPU has at most one
-outgoing and one incoming transfer at a time inside its host, and one of each with other hosts. A
-message waits for its receiver, as with NCCL. Ranks that aren't in the simulation are assumed to be
-ready as soon as the others.
+collective starts when all of its ranks are ready and its links are free: each GPU has at most one
+outgoing and one incoming transfer at a time within its host, and one of each to and from other
+hosts. A message waits for its receiver, as with NCCL. Ranks that aren't in the simulation are
+assumed to be ready as soon as the others.
 """
 
 import bisect
@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # simulator.py imports this file
 class Resource:
     """Something that does one thing at a time.
 
-    Streams take turns. If work starts late, it leaves a gap, which work that's launched later but
-    can start earlier may fill.
+    Streams take turns. Work that starts late leaves a gap, which later-launched work may fill if
+    it's ready sooner.
     """
 
     __slots__ = ("ends", "starts")
@@ -116,7 +116,7 @@ class Processors:
     def __init__(self, lost: float = 0.0) -> None:
         """``lost`` is the fraction of the multiprocessors that a collective occupies."""
         self._prior = Resource()  # kernels with high priority
-        self._others = Resource()  # the rest, each with the time of what overtook it
+        self._others = Resource()  # the rest; each includes the time of kernels that overtook it
         self._collectives = Resource(), Resource()  # inside the host, and between hosts
         self._lost = lost
 
@@ -147,7 +147,7 @@ class Processors:
         return start_s, start_s + takes_s
 
     def note_collective(self, start_s: float, end_s: float, between_hosts: bool) -> None:
-        """Make a collective take multiprocessors; collectives over the same links take turns."""
+        """Make a collective occupy multiprocessors; collectives over the same links take turns."""
         if self._lost:
             self._collectives[between_hosts].place(start_s, end_s - start_s)
 

@@ -224,7 +224,7 @@ def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
 
 
 def _judge_mean_gradients(module: nn.Module, single: nn.Module) -> None:
-    """Raise Wrong unless the gradients are close to the mean loss's; summation order differs."""
+    """Raise Wrong unless the gradients match the mean loss's, up to summation order."""
     for (name, mine), theirs in zip(module.named_parameters(), single.parameters(), strict=True):
         hint = f"The gradient of {name} differs from that of the mean loss over the full batch."
         if mine.grad is None:

@@ -29,7 +29,7 @@ def all_reduce_of_two_halves(answer: Callable[[torch.Tensor], torch.Tensor]) -> 
                     yours=f"calls {', '.join(names)}",
                     expected="reduce_scatter and all_gather",
                     given=where,
-                    hint="Build the sum without all_reduce and without reduce.",
+                    hint="Compute the sum without all_reduce or reduce.",
                 )
             hint = _hint_for_sum(yours, sum(tensors), tensors[rank])
             expect_close(yours, sum(tensors), given=where, hint=hint)
@@ -61,7 +61,7 @@ def _hint_for_sum(yours: Any, total: Any, own: torch.Tensor) -> str:
     if not isinstance(yours, torch.Tensor):
         return "Return the sum as a tensor, on every rank."
     if yours.shape == own.shape and torch.equal(yours.to(own.dtype), own):
-        return "This is still the rank's own tensor: return what the collectives have filled."
+        return "This is still the rank's own tensor: return the tensor that the collectives filled."
     if yours.numel() < total.numel():
         return "This is only one part of the sum. Collect the other ranks' parts, too."
     if yours.shape == total.shape and yours.dtype != total.dtype:
@@ -120,7 +120,7 @@ def _hint_for_mean(
     def near(other: torch.Tensor) -> bool:
         return torch.allclose(yours, other.double(), rtol=1e-4, atol=1e-4, equal_nan=True)
 
-    # The mean of no values is NaN, and so is every sum with it.
+    # The mean of no values is NaN, and so is any sum that includes it.
     means = torch.stack([shard.mean() for shard in shards])
     if yours.isnan():
         return "The mean of no values is NaN. Add up sums and counts instead of means."
@@ -200,8 +200,11 @@ def _hint_for_ring(yours: Any, total: torch.Tensor, own: torch.Tensor, ranks: in
         for mine, whole in zip(yours.tensor_split(ranks), total.tensor_split(ranks), strict=True)
     ]
     if sum(right) == 1:
-        return "One chunk is complete, as after n - 1 steps. Go around once more, and replace."
-    return "In step s, from 0, rank r sends chunk (r - s) % n and receives chunk (r - s - 1) % n."
+        return (
+            "Only one chunk is complete, as expected after n - 1 steps. Go around the ring once "
+            "more, replacing chunks."
+        )
+    return "In step s, counting from 0, rank r sends chunk (r - s) % n and receives chunk (r - s - 1) % n."
 
 
 @exercise("6.4", "Find the rank that hangs", callable_answer=False)
@@ -271,7 +274,9 @@ def _judge_averages(
     elif len(yours) == len(expected) + 1:
         hint = "The first average below the limit ends the loop and isn't returned."
     elif len(yours) == len(losses[0]) > len(expected):
-        hint = "The function never stops early: all ranks leave once the average is below limit."
+        hint = (
+            "The function never stops early: all ranks leave once the average is below the limit."
+        )
     elif len(yours) < len(expected) and expected[len(yours)] == limit:
         hint = "It stops too early: an average that equals the limit isn't below it."
     elif len(yours) < len(expected):

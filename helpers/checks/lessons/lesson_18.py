@@ -182,7 +182,7 @@ def _hint_for_batch(
     if found in (time_bytes / each, room_bytes / each) or right < found <= right + 1:
         return "Round down: one more sequence would be too late, or wouldn't fit."
     if found == int(time_bytes // each) > right:
-        return "That many are in time, but their caches don't fit into memory."
+        return "That many are in time, but their caches don't fit in memory."
     if found == max(0, int(room_bytes // each)) > right:
         return "That many fit, but reading their caches takes longer than the limit."
     return "What is read and held: the weights once, and a cache per sequence."
@@ -255,7 +255,7 @@ def _check_forward(tokens: Any, generations: Sequence[Generation]) -> None:
     if sum(tokens) > BUDGET:
         raise Wrong(
             yours=f"{sum(tokens)} tokens", expected=f"at most {BUDGET} in a forward pass",
-            hint="Those that decode count, too. Divide only what they leave over.",
+            hint="Generations that are decoding count, too. Divide only what they leave over.",
         )  # fmt: skip
     if starved := [g for n, g in prompts if n == 0]:
         raise Wrong(

@@ -200,7 +200,7 @@ def mean_over_ranks(values):
             "only exchange to build",
         ),
         ("def ring_all_reduce(tensor):\n    return tensor", "own tensor"),
-        (_RING.format(last="break"), "Go around once more"),
+        (_RING.format(last="break"), "Go around the ring once more"),
         (_RING.format(last="incoming += received"), "added more than once"),
         (
             _RING.format(last="incoming.copy_(received)").replace(

@@ -91,7 +91,7 @@ def draw(logits, noise):
         (_draw().replace("(logits + noise)", "noise"), "the largest of logits + noise"),
     ],
     "18.3": [
-        (_batch(room="room_bytes = limit_s * bytes_per_s - weight_bytes"), "don't fit into memory"),
+        (_batch(room="room_bytes = limit_s * bytes_per_s - weight_bytes"), "don't fit in memory"),
         (_batch(room="room_bytes = memory_bytes - weight_bytes"), "takes longer than the limit"),
         (_batch(result="int(room_bytes // (cache_bytes * context))"), "the answer is 0"),
         (_batch(result="max(0, round(room_bytes / (cache_bytes * context) + 0.5))"), "Round down"),
@@ -100,7 +100,7 @@ def draw(logits, noise):
     "18.4": [
         (_fair(key="place", share="max(0, left)"), "an equal share"),
         (_fair(share="max(0, left)"), "an equal share"),
-        (_fair(left="budget"), "Those that decode count, too"),
+        (_fair(left="budget"), "Generations that are decoding count, too"),
         (_fair(share="budget // 64"), "an equal share, unless it needs less"),
         # One token for each prompt, and the rest to the shortest; or in order of arrival.
         (_fair(share="max(1, left - (len(prompts) - done - 1))"), "others overtake it"),

@@ -98,7 +98,7 @@ def test_a_rank_that_is_not_in_the_timeline_is_rejected(joined, tmp_path):
         joined.to_chrome_trace(tmp_path / "trace.json", rank=2)
 
 
-def test_a_record_function_block_is_a_range_of_the_host(tmp_path):
+def test_a_record_function_block_is_a_host_range(tmp_path):
     x = torch.ones(8, device="vgpu:0")
     with record_function("before"), vgpu.record() as timeline:
         with record_function("outer"), record_function("inner"):
@@ -133,7 +133,7 @@ def test_backward_is_launched_by_an_autograd_thread(tmp_path):
     assert of["aten::exp"] == "thread 0" and of["aten::mul"] == "autograd, GPU 1"
 
 
-def test_kernels_of_a_stream_do_not_overlap_in_whole_nanoseconds(tmp_path):
+def test_kernels_on_a_stream_do_not_overlap_when_rounded_to_nanoseconds(tmp_path):
     # Perfetto drops a span that starts within another one on its track and ends after it.
     x = torch.ones(1000, 1000, device="vgpu:0")
     with vgpu.record() as timeline:
