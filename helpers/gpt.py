@@ -5,10 +5,11 @@ Its model's sizes, tensor parallelism and FLOPs; how a rank finds its GPU and th
 
 import os
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -99,9 +100,24 @@ def join() -> str:
             "torchrun's --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: "
             "with the old store, restarted ranks may wait for ranks that are gone"
         )
-    store = None if "RANK" in os.environ else dist.HashStore()
+    store: Any = dist.HashStore()
+    if "RANK" in os.environ:
+        store, *_ = next(dist.rendezvous("env://"))
+        store.set(f"device of {RANK}", device)
+        kinds = {store.get(f"device of {rank}").decode() for rank in range(RANKS)}
+        if len(kinds) > 1:  # their collectives would never meet
+            refuse(f"the ranks must all have a GPU, or none; they have {', '.join(sorted(kinds))}")
     dist.init_process_group(backend, store=store, rank=RANK, world_size=RANKS)
     return device
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """AdamW's parameter groups: weight decay of 0.1 for matrices, none for the norms' weights."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
 
 
 def refuse(message: object) -> NoReturn:
@@ -111,7 +127,7 @@ def refuse(message: object) -> NoReturn:
     sys.exit(2)
 
 
-def summary(mesh: DeviceMesh, sizes: TransformerSizes, batch: int) -> str:
+def facts(mesh: DeviceMesh, sizes: TransformerSizes, batch: int) -> str:
     """What is trained, and on what, in one line."""
     named = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     layout = ", ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "1 rank"

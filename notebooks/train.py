@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from helpers.checkpoints import CheckpointRefused, Checkpoints, load_whole
-from helpers.gpt import MODELS, RANK, RANKS, TENSOR_PLAN, join, refuse, speed, summary, whole
+from helpers.gpt import MODELS, RANK, RANKS, TENSOR_PLAN, facts, groups, join, refuse, speed, whole
 from helpers.text import batches, letters
 from vgpu.plan.transformer import Transformer, TransformerSizes
 
@@ -198,10 +198,10 @@ def train_step(
 def train(options: Namespace, sizes: TransformerSizes, mesh: DeviceMesh, device: str) -> None:
     checkpoints = Checkpoints(options.checkpoints, sizes, options)
     model = build(options, sizes, mesh, resumes=checkpoints.last is not None)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups(model), betas=(0.9, 0.95), fused=True)
     begin = checkpoints.load(model, optimizer)
     if RANK == 0:
-        print(summary(mesh, sizes, options.batch), flush=True)
+        print(facts(mesh, sizes, options.batch), flush=True)
     # Ranks of tp compute on the same samples. The seed decides on all batches, after a restart too.
     place = {"rank": RANK // options.tp, "world_size": RANKS // options.tp}
     data = batches(letters(train=True), options.batch, sizes.sequence, skip=begin, **place)

@@ -302,6 +302,20 @@ def test_the_script_refuses_more_ranks_than_the_host_has_gpus(monkeypatch, capsy
     )
 
 
+def without_a_gpu(rank, world_size):
+    if rank == 1:
+        with mock.patch.object(torch.accelerator, "device_count", lambda: 0):
+            on_a_rank(rank, world_size, ["--steps", "1"])
+    on_a_rank(rank, world_size, ["--steps", "1"])
+
+
+def test_the_script_refuses_ranks_with_and_without_gpus(capfd):
+    with pytest.raises(launch.LaunchError):
+        launch.run(without_a_gpu, 2, gpu="V100")
+    message = "the ranks must all have a GPU, or none; they have cpu, vgpu"
+    assert message in capfd.readouterr().err
+
+
 def test_the_script_refuses_restarts_that_could_hang(monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(SystemExit):

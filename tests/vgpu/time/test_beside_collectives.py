@@ -92,7 +92,10 @@ def test_a_kernel_with_priority_and_a_collective_both_delay_a_kernel():
     assert processors.place(0.0, 20.0) == (0.0, pytest.approx(80 / 3 + 6))
 
 
-@pytest.mark.parametrize(("count", "words"), [(-1, "of at least 0, got -1"), (4, "less than the number of multiprocessors")])
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(-1, "of at least 0, got -1"), (4, "less than the number of multiprocessors")],
+)
 def test_collectives_must_leave_some_multiprocessors(count, words):
     with pytest.raises(ValueError, match=f"collective_processors must be .*{words}"):
         vgpu.CostModel(GPU, collective_processors=count)
