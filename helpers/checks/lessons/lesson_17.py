@@ -84,7 +84,8 @@ def _judge_rounding(yours: torch.Tensor, low: float, high: float, share: float, 
 @exercise("17.2", "How many ranks until a percent")
 def ranks_until(answer: Callable[[torch.Tensor, float], Any]) -> dict[str, str]:
     shown = {}
-    cases = [(0.0, 96, 0.01), (1.0, 96, 0.01), (0.3, 160, 0.01), (0.3, 160, 0.005), (0.1, 8, 0.5)]
+    cases = [(0.3, 8, 0.001), (0.0, 96, 0.01), (1.0, 96, 0.01), (0.3, 160, 0.01), (0.3, 160, 0.005)]
+    cases.append((0.1, 8, 0.5))
     for common, ranks, most in cases:
         size = random.randint(100, 300)
         parts = torch.randn(ranks, size) + common * torch.randn(size)
@@ -139,9 +140,13 @@ def _ranks_hint(yours: Any, expected: int | None, parts: torch.Tensor, most: flo
         return "Only the parts are rounded. Each partial sum must be in bfloat16, too."
     if yours == _until(parts, most, adds=lambda rough, part: (rough + part).bfloat16())[0]:
         return "Cast each part to bfloat16 before you add it: that's how it is sent."
+    if yours == _until(parts.bfloat16().float(), most)[0]:
+        return (
+            "For the float64 sum, add the float32 parts, as they are before the cast to bfloat16."
+        )
     if expected is None:
         return "It's never more than that. Return None after the last rank."
-    return "Compare after each rank: the bfloat16 sum and the float64 sum of the same parts."
+    return "Compare after each rank: the bfloat16 sum and the float64 sum of the float32 parts."
 
 
 @exercise("17.3", "The layer that one scale breaks")

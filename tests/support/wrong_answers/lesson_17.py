@@ -19,12 +19,13 @@ _ranks = template(
     "    exact = torch.zeros(parts.size(1), dtype=torch.float64)\n"
     "    for count, part in enumerate(parts, start={start}):\n"
     "        rough = {sum}\n"
-    "        exact = exact + part.double()\n"
+    "        exact = exact + {part}.double()\n"
     "        if (rough.double() - exact).norm() > most * exact.norm():\n"
     "            return count\n"
     "    return {end}",
     dtype="torch.bfloat16",
     sum="rough + part.bfloat16()",
+    part="part",
     start="1",
     end="None",
 )
@@ -100,10 +101,11 @@ WRONG = {
         (_ranks(dtype="torch.float32"), "ach partial sum"),
         (_ranks(sum="(rough + part).bfloat16()"), "part"),
         (_ranks(sum="rough.add_(part)"), "part"),
+        (_ranks(part="part.bfloat16()"), "before the cast"),
         (_ranks(end="len(parts)"), "It's never"),
         ("def ranks_until(parts, most):\n    return None", "It does become that large"),
         (
-            "def ranks_until(parts, most):\n    return 2 if most < 0.1 else None",
+            "def ranks_until(parts, most):\n    return 3 if most < 0.1 else None",
             "Compare after each",
         ),
     ],
