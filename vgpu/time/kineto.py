@@ -161,8 +161,8 @@ class _Writer:
         position = each.device.index if self._are_joined else 0
         thread = 0 if self._are_joined else each.thread
         where = self._thread(position, thread, each.backward, each.device.index)
-        kind = "user_annotation" if each.kind == "range" else "cpu_op"
-        return {**where, **_span(kind, each.name, each.start_s, each.end_s), "args": {}}
+        span = _span("user_annotation", each.name, each.start_s, each.end_s)
+        return {**where, **span, "args": {}}
 
     # GPUs
 

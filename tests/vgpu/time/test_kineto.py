@@ -112,8 +112,25 @@ def test_a_record_function_block_is_a_host_range(tmp_path):
     (launched,) = (event.launch_s for event in timeline.events)
     assert timeline.host_ranges[0].end_s == launched
     rows = rows_of(timeline, tmp_path / "trace.json")
-    assert {row["name"] for row in spans(rows, "user_annotation")} == {"outer", "inner"}
+    assert {row["name"] for row in spans(rows, "user_annotation")} == {
+        "outer",
+        "inner",
+        "host work",
+    }
     assert vgpu.replay(timeline).host_ranges == timeline.host_ranges
+
+
+def test_a_loader_has_the_category_that_the_profiler_gives_it(tmp_path):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        next(iter(torch.utils.data.DataLoader(range(4))))
+    profiler.export_chrome_trace(str(tmp_path / "real.json"))
+    real = json.loads((tmp_path / "real.json").read_text(encoding="utf-8"))["traceEvents"]
+    categories = {row["name"]: row["cat"] for row in real if "DataLoader" in row["name"]}
+    (name,) = (each for each in categories if each.endswith("__next__"))
+    with vgpu.record() as timeline:
+        vgpu.spend(0.5, name)
+    (row,) = spans(rows_of(timeline, tmp_path / "trace.json"), "user_annotation")
+    assert categories[row["name"]] == row["cat"]
 
 
 def test_record_function_is_restored_after_a_recording():
