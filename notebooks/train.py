@@ -8,7 +8,7 @@
 The same command continues from the last checkpoint: bit for bit in the same layout on the CPU,
 otherwise up to rounding. It learns letters from Python's own documentation. For a run of your own:
 
-    data          train: any (N,) tensor, such as torch.from_file(...), instead of letters(...); or your
+    data          train: any (N,) tensor, such as torch.from_file(...), in place of letters(...); or
                   own batches: without end, after skip ones, with equally many targets everywhere
     model         build: the module, and an initialize that fills what to_empty leaves undefined
     division      TENSOR_PLAN, in helpers/gpt.py, by module name; divide: what FSDP2 gathers at once
