@@ -230,14 +230,16 @@ class OperatorInfo:
         """Whether the host must wait for a value in this call.
 
         With masks, the host must know how many elements they select, unless a single value is
-        filled in (``canDispatchToMaskedFill``). Masks reach this point only in calls on shapes:
-        for tensors with values, parts.py has already converted them to indices.
+        filled in with a single mask (``canDispatchToMaskedFill``; it also asks for a value on the
+        CPU, and a Python number is only there on CUDA). Masks reach this point only in calls on
+        shapes: for tensors with values, parts.py has already converted them to indices.
         """
         if not self.indexes:
             return self.waits
-        masked = any(index is not None and index.dtype in _MASKS for index in args[1])
-        fills = self.name != "index" and args[2].numel() == 1 and args[3:4] != (True,)
-        return masked and not fills
+        indices = [index for index in args[1] if index is not None]
+        masked = any(index.dtype in _MASKS for index in indices)
+        fills = self.name != "index" and len(indices) == 1 and args[2].numel() == 1
+        return masked and not (fills and args[3:4] != (True,))
 
     def written(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         """Return the tensors that this call modifies in place."""

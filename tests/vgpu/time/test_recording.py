@@ -100,7 +100,10 @@ def test_a_mask_makes_the_host_wait_in_shapes_only_too():
         x = torch.ones(2 * KB, device="vgpu:0")
         put(x, x.to(torch.int64)[:2], x[:2])
         put(x, x > 0, x[:KB])
-    assert [event.name for event in timeline.events if event.kind == "wait"] == ["index_put_"]
+        put(x, x > 0, 0.5)  # masked_fill
+        table = x.reshape(2, KB)
+        put(table, (table[:, 0] > 0, table[0, :2] > 0), 0.5)  # two masks can't become one
+    assert [event.name for event in timeline.events if event.kind == "wait"] == ["index_put_"] * 2
 
 
 def test_synchronize_waits_for_one_device():
