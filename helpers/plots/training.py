@@ -199,7 +199,7 @@ def by_batch(learned: Mapping[tuple[str, int], Sequence[float]]) -> None:
     title(
         axes,
         "A larger batch needs a larger learning rate, up to a point",
-        "measured; points: single seeds",
+        "measured; points: single seeds, shifted sideways to tell them apart",
     )
     summary = "; ".join(
         f"batch size {batch}, rate {way}: {statistics.mean(losses):.2f}"
