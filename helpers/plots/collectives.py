@@ -210,6 +210,37 @@ def hands(parts: Sequence[Sequence[int]]) -> None:
     show(fig, f"Cells with sample indices, a row for each rank: {summary}.")
 
 
+def halves(sent: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
+    """Draw which halves of an all-reduce each way sends in each phase of a step: a row per way."""
+    colors = {"reduce-scatter": COLORS["vermilion"], "all-gather": COLORS["sky"]}
+    phases = list(next(iter(sent.values())))
+    columns = {phase: max(1, *(len(way[phase]) for way in sent.values())) for phase in phases}
+    fig, axes = figure(width=7.5, height=0.5 + 0.9 * len(sent))
+    for row, (name, way) in enumerate(sent.items()):
+        start = 0
+        axes.text(-0.15, row + 0.22, name, ha="right", va="center", fontweight="bold")
+        for phase in phases:
+            width = columns[phase]
+            axes.add_patch(Rectangle((start, row + 0.42), width - 0.06, 0.36, color="#DDDDDD"))
+            middle = (start + (width - 0.06) / 2, row + 0.6)
+            axes.text(*middle, phase, ha="center", va="center", fontsize=9, color="#333333")
+            for column, half in enumerate(way[phase], start):
+                axes.add_patch(Rectangle((column, row), 0.94, 0.38, color=colors[half]))
+                axes.text(column + 0.47, row + 0.19, half, ha="center", va="center", fontsize=9)
+            start += width
+    counts = {name: sum(map(len, way.values())) for name, way in sent.items()}
+    axes.set(xlim=(-1.2, sum(columns.values()) + 0.1), ylim=(len(sent) - 0.15, -0.05))
+    axes.axis("off")
+    words = ("no halves", "one half", "two halves", "three halves")
+    message = ", ".join(f"{name} sends {words[count]}" for name, count in counts.items())
+    title(axes, message, "each box is half of an all-reduce's bytes; gray: computation")
+    summary = "; ".join(
+        f"{name}: " + ", ".join(f"{' and '.join(way[p]) or 'nothing'} in {p}" for p in phases)
+        for name, way in sent.items()
+    )
+    show(fig, f"Rows of boxes, one for each half of an all-reduce sent in a step. {summary}.")
+
+
 def bytes_sent(runs: dict[str, Sequence[int]]) -> None:
     """Plot the bytes that a rank has passed to all-reduce after each micro-batch, one line per run."""
     fig, axes = figure(height=2.8)

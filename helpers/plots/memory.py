@@ -152,7 +152,8 @@ def against_segments(
         axes.plot([best], [curve[best]], "o", ms=13, mfc="none", color=color)
     axes.set_xscale("log", base=2)
     ticks = sorted({segments for curve in counted.values() for segments in curve})
-    axes.set_xticks(ticks, _apart(ticks), fontsize=8)
+    labels = {tick: label for tick, label in zip(ticks, _apart(ticks), strict=True) if label}
+    axes.set_xticks(list(labels), list(labels.values()), fontsize=8)
     if predicted:
         axes.set_ylim(0)
     else:
@@ -181,7 +182,7 @@ def steps_by_cause(records: Mapping[str, StepRecord], columns: int = 1) -> None:
     panels = list(grid.flat)
     top = max(record.peak.total_bytes for record in records.values()) / MIB
     for axes, (name, record) in zip(panels, records.items(), strict=False):
-        _step_areas(axes, record)
+        _step_areas(axes, record, width=1 / columns)
         peak = record.peak.total_bytes / MIB
         axes.plot([record.moments.index(record.peak)], [peak], "v", color="black", markersize=4)
         title(axes, name, f"peak {peak:.2f} MiB in {record.peak.phase}, bytes counted")
@@ -223,11 +224,11 @@ def fitting(peaks: Mapping[str, int], capacity_bytes: int) -> None:
     show(fig, f"Bar chart of a step's peak, with the capacity of {limit:.0f} MiB: {summary}.")
 
 
-def _step_areas(axes: Any, record: StepRecord) -> None:
-    """Draw MiB by cause over the operations of a step, and its phases."""
+def _step_areas(axes: Any, record: StepRecord, width: float = 1.0) -> None:
+    """Draw MiB by cause over a step's operations, and its phases; ``width`` is the figure's share."""
     sizes = {cause: [m.by_cause[cause] / MIB for m in record.moments] for cause in _STEP_CAUSES}
     _areas(axes, sizes, [CAUSE_COLORS[cause] for cause in _STEP_CAUSES])
-    _phases(axes, record)
+    _phases(axes, record, width)
 
 
 def _areas(axes: Any, sizes: Mapping[str, Sequence[float]], colors: Sequence[str]) -> None:
@@ -239,13 +240,16 @@ def _areas(axes: Any, sizes: Mapping[str, Sequence[float]], colors: Sequence[str
     legend_beside(axes, reverse=True)
 
 
-def _phases(axes: Any, record: StepRecord) -> None:
-    """Draw a thin line where each phase starts, and the phase's name at the top."""
+def _phases(axes: Any, record: StepRecord, width: float = 1.0) -> None:
+    """Draw a thin line where each phase starts, and the phase's name at the top, if there's room."""
     phases = [moment.phase for moment in record.moments]
     starts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(phases)) if a != b), len(phases)]
     for start, end in pairwise(starts):
         axes.axvline(start, color="black", linewidth=0.6, linestyle=":")
-        narrow = end - start < 0.11 * len(phases)
+        room = width * (end - start) / len(phases)
+        if room < 0.03:
+            continue
+        narrow = room < 0.11
         axes.text(
             (start + end) / 2,
             0.98,
@@ -343,16 +347,30 @@ def who_holds(cut: Mapping[str, Sequence[str]], gpus: int) -> None:
     )
 
 
-def memory_over_step(sizes: Mapping[str, Sequence[int]]) -> None:
-    """Plot the bytes on one GPU after each allocation and free in a step, one curve per run."""
+def memory_over_step(sizes: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
+    """Plot the bytes on one GPU after each allocation and free in a step, one curve per run.
+
+    ``sizes`` maps a run to its phases, and a phase to the bytes. A phase is equally wide in all runs.
+    """
     fig, axes = figure(width=8.5, height=3.6)
     colors = [COLORS[name] for name in ("black", "vermilion", "blue", "green", "purple")]
-    for (name, curve), color in zip(sizes.items(), colors, strict=False):
-        places = [index / max(len(curve) - 1, 1) for index in range(len(curve))]
-        label = f"{name}: peak {max(curve) / _GIB:.1f} GiB"
-        axes.plot(places, [size / _GIB for size in curve], color=color, label=label, linewidth=1.2)
-    axes.set(xlim=(0, 1), ylim=(0, None))
-    axes.set_xticks([0, 1], ["step begins", "step ends"])
+    peaks = {name: max(max(phase) for phase in phases.values()) for name, phases in sizes.items()}
+    for (name, phases), color in zip(sizes.items(), colors, strict=False):
+        places = [
+            start + index / max(len(phase) - 1, 1)
+            for start, phase in enumerate(phases.values())
+            for index in range(len(phase))
+        ]
+        curve = [size / _GIB for phase in phases.values() for size in phase]
+        label = f"{name}: peak {peaks[name] / _GIB:.1f} GiB"
+        axes.plot(places, curve, color=color, label=label, linewidth=1.2)
+    names = list(next(iter(sizes.values())))
+    for start in range(1, len(names)):
+        axes.axvline(start, color="black", linewidth=0.6, linestyle=":")
+    axes.set(xlim=(0, len(names)), ylim=(0, None))
+    axes.set_xticks([start + 0.5 for start in range(len(names))], names)
+    axes.tick_params(axis="x", length=0)
+    axes.grid(axis="x", visible=False)
     axes.set_ylabel("GiB on one GPU")
     legend_beside(axes)
     title(
@@ -360,5 +378,8 @@ def memory_over_step(sizes: Mapping[str, Sequence[int]]) -> None:
         "Wrap each part: only one or two are gathered at a time",
         "bytes counted at each allocation",
     )
-    summary = ", ".join(f"{name} {max(curve) / _GIB:.1f}" for name, curve in sizes.items())
-    show(fig, f"Line chart of the bytes on one GPU over a training step. Peaks in GiB: {summary}.")
+    summary = ", ".join(f"{name} {peak / _GIB:.1f}" for name, peak in peaks.items())
+    show(
+        fig,
+        f"Line chart of the bytes on one GPU in {', '.join(names)}. Peaks in GiB: {summary}.",
+    )

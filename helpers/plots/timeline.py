@@ -279,6 +279,8 @@ def _work_of(events: Sequence[TraceEvent]) -> str:
     if kinds == {"copy"}:
         ways = {"in" if event.device == event.target else "out" for event in events}
         return f"copies {ways.pop()}" if len(ways) == 1 else "copies"
+    if kinds == {"kernel"} and all("copy" in event.name for event in events):
+        return "copies"  # such as FSDP2's, into the buffer that it gathers
     return f"stream {events[0].stream}"
 
 

@@ -101,7 +101,7 @@ def answer_table(result: Answer, gpus: int, gpu: str) -> Table:
                 "by each GPU per step, on average",
             ),
         ],
-        caption="calculated from the model's parameter count",
+        caption="calculated from the model's parameter count; everything is sent in bfloat16",
     )
 
 

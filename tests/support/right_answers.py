@@ -101,6 +101,17 @@ def order(stage, micro_batches):
     return row
 """,
     ],
+    "11.4": [
+        # Each block in a checkpoint of its own, as in a transformer.
+        """
+def small_step(tower, x):
+    for part in x.split(4096):
+        output = part
+        for block in tower:
+            output = checkpoint(block, output, use_reentrant=False)
+        (output.square().sum() / x.numel()).backward()
+""",
+    ],
     "12.1": [
         # All parameters in one collective.
         """
@@ -117,6 +128,20 @@ def zero1_step(parameters, shards, optimizer):
     dist.all_gather_single(whole, mine)
     for p, row in zip(parameters, whole.view(ranks, -1).split([len(s) for s in shards], 1)):
         p.data, p.grad = row.flatten()[: p.numel()].view_as(p), None
+""",
+    ],
+    "12.2": [
+        # Two parts may share a unit, and the optimizer may come before the allocation.
+        """
+def prepare(model, gpu):
+    fully_shard(model.embedding)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard([model.norm, model.head])
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model.to_empty(device=gpu)
+    return optimizer
 """,
     ],
     "12.4": [

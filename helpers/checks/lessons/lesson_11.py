@@ -1,4 +1,4 @@
-"""Checks for lesson 11: a step's peak, accumulation across ranks, and a memory budget."""
+"""Checks for lesson 11: a step's peak, accumulation across ranks, a budget, and a tower that fits."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -338,3 +338,94 @@ def _run_stages(layers: Sequence[int], chosen: set[int]) -> tuple[int, int]:
 
     (peak,) = peaks_during(step, [gpu])
     return peak, calls[0] - sum(layers)
+
+
+class _Residual(nn.Module):
+    """A block as in the lesson; it notes how many samples each forward gets."""
+
+    def __init__(self, width: int, samples: list[int]) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+        self.samples = samples
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.samples.append(len(x))
+        return x + F.relu(self.linear(self.norm(x)))
+
+
+_BLOCKS, _SAMPLES, _LEAST_PART, _MOST_BYTES = 24, 16_384, 4096, 40 * 2**20
+
+
+@exercise("11.4", "Make the tower fit")
+def make_the_tower_fit(answer: Callable[[nn.Module, torch.Tensor], Any]) -> dict[str, str]:
+    (gpu,) = devices.lab(1)
+    samples: list[int] = []
+    tower = nn.Sequential(*(_Residual(64, samples) for _ in range(_BLOCKS))).to(gpu)
+    x = torch.randn(_SAMPLES, 64, device=gpu)
+    tower(x).square().mean().backward()
+    expected = [parameter.grad for parameter in tower.parameters()]
+    tower.zero_grad()
+    samples.clear()
+    given = f"{_BLOCKS} blocks, {_SAMPLES:,} samples"
+    held_bytes = x.nbytes + sum(parameter.nbytes for parameter in tower.parameters())
+    with for_input(given, "Leave the same gradients in .grad, with less memory."):
+        (peak,) = peaks_during(lambda: answer(tower, x), [gpu])
+        peak += held_bytes
+        runs = sum(samples) / (_BLOCKS * _SAMPLES)
+        _judge_gradients([parameter.grad for parameter in tower.parameters()], expected)
+        if min(samples) < _LEAST_PART:
+            raise Wrong(
+                yours=f"a part of {min(samples):,} samples",
+                expected=f"parts of at least {_LEAST_PART:,}",
+                hint="Small parts leave the GPU idle. Save the rest with checkpoints.",
+            )
+        if peak > _MOST_BYTES:
+            raise Wrong(
+                yours=f"{format_bytes(peak)} at the peak",
+                expected=f"at most {format_bytes(_MOST_BYTES)}",
+                hint=_tower_hint(samples, runs),
+            )
+        if runs > 2:
+            raise Wrong(
+                yours=f"each block runs forward {runs:.1f} times on each sample",
+                expected="at most twice",
+                hint="Once in forward, and once more in backward: don't nest checkpoints, and call "
+                "forward once per part.",
+            )
+    return {
+        "peak": f"{format_bytes(peak)}, of {format_bytes(_MOST_BYTES)}",
+        "largest part": f"{max(samples):,} of {_SAMPLES:,} samples",
+        "forwards of a block on each sample": f"{runs:.2f}",
+    }
+
+
+def _judge_gradients(
+    yours: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None]
+) -> None:
+    for mine, right in zip(yours, expected, strict=True):
+        assert right is not None
+        if mine is None:
+            raise Wrong(
+                yours="a parameter without a gradient",
+                expected="a gradient for every parameter",
+                hint="Call backward() on each part's loss, and don't call zero_grad after it.",
+            )
+        if not torch.allclose(mine, right, rtol=1e-3, atol=1e-3 * right.abs().max().item()):
+            ratio = (mine.norm() / right.norm()).item()
+            raise Wrong(
+                yours=f"a gradient {ratio:.3g} times as large as the right one",
+                expected="the same gradient as in one step on the whole batch",
+                hint="The mean over the batch is the mean of the k parts' means: divide each part's "
+                "loss by k, once, and use every part.",
+            )
+
+
+def _tower_hint(samples: Sequence[int], runs: float) -> str:
+    if max(samples) == _SAMPLES:
+        return "The whole batch runs at once. Split it into parts, and call backward on each."
+    if runs <= 1:
+        return "Each part keeps all its activations. Checkpoint segments of the tower, too."
+    return (
+        "Both methods are there. Does each part's backward run before the next part's forward? Are "
+        "the parts as small as allowed? And for 24 blocks, how many segments are best?"
+    )

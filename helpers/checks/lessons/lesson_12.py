@@ -1,5 +1,6 @@
-"""Checks for lesson 12: the ZeRO-1 step, what to wrap, hiding a gather, and a checkpoint."""
+"""Checks for lesson 12: the ZeRO-1 step, sharding a model, hiding a gather, a checkpoint, and units."""
 
+import gc
 import random
 import tempfile
 from collections.abc import Callable, Sequence
@@ -12,12 +13,14 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+import vgpu
 from helpers.checks.core import Wrong, exercise, expect_number, for_input, hint_by_value
 from helpers.checks.on_ranks import GPU, on_ranks
-from vgpu.profiling import CollectiveObserver, count_collectives_on_gpu, own_gpu
+from vgpu.profiling import CollectiveCounter, CollectiveObserver, count_collectives_on_gpu, own_gpu
 from vgpu.units import format_bytes
 
 _RANKS = 4
@@ -166,78 +169,133 @@ def _judge_collectives(
             )
 
 
-@exercise("12.2", "What to wrap")
-def what_to_wrap(answer: Callable[[list[int], int], Any]) -> dict[str, str]:
-    mib = 2**20
-    shown = {}
-    for number in range(8):
-        count = (1, 4, 4, 4)[number] if number < 4 else random.randint(5, 9)
-        layers = [(5 if number == 3 else random.randint(1, 9)) * mib for _ in range(count)]
-        every = [
-            [b - a for a, b in pairwise([0, *places, count])]
-            for cuts in range(count)
-            for places in combinations(range(1, count), cuts)
-        ]
-        least, most = _gathered_at_once(layers, every[-1]), sum(layers)
-        # Number 1 is too little for any choice, 2 enough for a single unit, and 3 just enough for
-        # one unit per layer; the others are in between.
-        budget = {1: least - mib, 2: most, 3: least}.get(
-            number, random.randint(least // mib, most // mib) * mib
-        )
-        fits = [choice for choice in every if _gathered_at_once(layers, choice) <= budget]
-        given = f"layers of {[size // mib for size in layers]} MiB, budget {format_bytes(budget)}"
-        with for_input(given, "Return the sizes of the units, or None."):
-            yours = answer(list(layers), budget)
-            if not fits and yours is not None:
-                hint = (
-                    f"Even with one layer per unit, neighbors take {format_bytes(least)}: too much."
-                )
-                raise Wrong(yours=repr(yours), expected="None", hint=hint)
-            if fits:
-                _judge_units(yours, layers, budget, fits)
-                shown[given] = (
-                    f"{yours}: {format_bytes(_gathered_at_once(layers, yours))} gathered at once, "
-                    f"in {len(yours)} {'unit' if len(yours) == 1 else 'units'}"
-                )
-    return shown
+@exercise("12.2", "Shard this model")
+def shard_this_model(answer: Callable[[nn.Module, torch.device], Any]) -> dict[str, str]:
+    layers = random.randint(10, 14)
+    given = f"a model with {layers} layers on {_GPUS} virtual GPUs"
+    with for_input(given, "Shard the model, allocate it on gpu, and return the optimizer."):
+        with vgpu.cluster(1, _GPUS, "H100") as cluster, vgpu.shapes_only():
+            with torch.device("meta"):
+                model = _Stack(layers)
+            count = sum(parameter.numel() for parameter in model.parameters())
+            with vgpu.record_memory() as prepared:
+                optimizer = answer(model, cluster.device)
+            _judge_sharded(model, optimizer)
+            _train_step(model, optimizer, cluster.device)  # Adam creates its state
+            gc.collect()  # frees what that step left in reference cycles
+            with vgpu.record_memory() as stepped, CollectiveCounter() as sent:
+                _train_step(model, optimizer, cluster.device)
+            before, during = (
+                record.peak_bytes(cluster.device) / count for record in (prepared, stepped)
+            )
+            units = [part for part in model.modules() if isinstance(part, FSDPModule)]
+        if max(before, during) > _MOST_BYTES:
+            raise Wrong(
+                yours=f"{max(before, during):.1f} bytes per parameter at the peak",
+                expected=f"at most {_MOST_BYTES}",
+                hint=_peak_hint(model, len(units), before > during),
+            )
+        gathers, most = sent.names.count("all_gather"), 2 * (layers + 3)
+        if gathers > most:
+            raise Wrong(
+                yours=f"{gathers} all-gathers in a step",
+                expected=f"at most {most}: two for each part",
+                hint="The units are too small, and so are the messages. Wrap a layer as a whole.",
+            )
+    return {
+        "peak": f"{during:.1f} bytes per parameter; with DDP, it's more than 16",
+        "all-gathers in a step": f"{gathers} for {len(units)} units",
+    }
 
 
-def _gathered_at_once(layers: Sequence[int], units: Sequence[int]) -> int:
-    """Return the most bytes gathered at once: a unit and the next one."""
-    ends = [0, *accumulate(units)]
-    sizes = [sum(layers[a:b]) for a, b in pairwise(ends)]
-    return max([*sizes, *(a + b for a, b in pairwise(sizes))])
+_GPUS, _MOST_BYTES = 8, 3.5
 
 
-def _judge_units(
-    yours: Any, layers: Sequence[int], budget: int, fits: Sequence[Sequence[int]]
-) -> None:
-    fewest = min(map(len, fits))
-    best = next(choice for choice in fits if len(choice) == fewest)
-    as_best = f"{best}: {format_bytes(_gathered_at_once(layers, best))} at once"
-    if yours is None:
-        hint = "There is a choice that fits: make more units."
-        raise Wrong(yours="None", expected=as_best, hint=hint)
-    whole = isinstance(yours, list | tuple) and all(type(n) is int and n > 0 for n in yours)
-    if not whole or sum(yours) != len(layers):
+class _Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class _Stack(nn.Module):
+    """Its embedding and its head are each as large as a layer."""
+
+    def __init__(self, layers: int, width: int = 512) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8 * width, width)
+        self.layers = nn.ModuleList(_Layer(width) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 8 * width, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # (T,) -> (T, V)
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def _train_step(model: nn.Module, optimizer: Any, device: torch.device) -> None:
+    tokens = torch.zeros(8, dtype=torch.int64, device=device)
+    F.cross_entropy(model(tokens), tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _judge_sharded(model: nn.Module, optimizer: Any) -> None:
+    named = dict(model.named_parameters())
+    whole = [name for name, parameter in named.items() if not isinstance(parameter, DTensor)]
+    if whole:
         raise Wrong(
-            yours=repr(yours),
-            expected=f"positive integers that add up to {len(layers)}, such as {best}",
-            hint="Each layer belongs to exactly one unit, in order.",
+            yours=f"{len(whole)} of {len(named)} parameters aren't sharded, such as {whole[-1]}",
+            expected="every parameter sharded",
+            hint="Call fully_shard on the parts, and last on the model, which takes the rest.",
         )
-    at_once = _gathered_at_once(layers, yours)
-    if at_once > budget:
+    if any(parameter.device.type == "meta" for parameter in named.values()):
         raise Wrong(
-            yours=f"{list(yours)}: {format_bytes(at_once)} at once",
-            expected=as_best,
-            hint="Over budget. While a unit computes, the next is gathered: add up neighbors.",
+            yours="parameters on the meta device, which has no storage",
+            expected="parameters on the GPU",
+            hint="After sharding, model.to_empty(device=gpu) allocates this rank's slices.",
         )
-    if len(yours) > fewest:
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         raise Wrong(
-            yours=f"{list(yours)}: {len(yours)} units",
-            expected=f"{fewest} units, such as {as_best}",
-            hint="It fits, but so does a choice with fewer gathers.",
+            yours=optimizer,
+            expected="torch.optim.Adam(model.parameters(), fused=True)",
+            values=True,
         )
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    if held != {id(parameter) for parameter in named.values()}:
+        raise Wrong(
+            yours="an optimizer with other parameters than the model's",
+            expected="an optimizer with the model's sharded parameters",
+            hint="fully_shard replaces the parameters. An optimizer created earlier holds the old "
+            "ones, and would train nothing, without an error: create it last.",
+        )
+
+
+def _peak_hint(model: nn.Module, units: int, in_preparation: bool) -> str:
+    if in_preparation:
+        return (
+            "The whole model was on the GPU before it was sharded. Shard it while it's still on the "
+            "meta device; to_empty then allocates only slices."
+        )
+    if units == 1:
+        return (
+            "The model is a single unit: forward gathers all of it at once, and backward computes "
+            "all gradients before it reduces any. Call fully_shard on each part first."
+        )
+    if not isinstance(model, FSDPModule):
+        return (
+            "Without a call on the model itself, every unit is a root of its own, and a root stays "
+            "gathered after forward. Call fully_shard(model) last."
+        )
+    if not (isinstance(model.embedding, FSDPModule) and isinstance(model.head, FSDPModule)):
+        return (
+            "What has no unit of its own belongs to the model's unit, which stays gathered from "
+            "forward to the end of backward: here, that's the embedding or the head."
+        )
+    return "Too much is gathered at once. Are units small, and freed after forward?"
 
 
 @exercise("12.3", "Which batch size hides the gather")
@@ -361,3 +419,77 @@ def _fill_on_rank(
             reasons = {str(reason) for reason, _ in error.failures.values()}
             raise ValueError("; ".join(sorted(reasons))) from error
     return _whole(net), before, _whole(other), gathered.count
+
+
+@exercise("12.5", "The fewest units")
+def fewest_units(answer: Callable[[list[int], int], Any]) -> dict[str, str]:
+    mib = 2**20
+    shown = {}
+    for number in range(8):
+        count = (1, 4, 4, 4)[number] if number < 4 else random.randint(5, 9)
+        layers = [(5 if number == 3 else random.randint(1, 9)) * mib for _ in range(count)]
+        every = [
+            [b - a for a, b in pairwise([0, *places, count])]
+            for cuts in range(count)
+            for places in combinations(range(1, count), cuts)
+        ]
+        least, most = _gathered_at_once(layers, every[-1]), sum(layers)
+        # Number 1 is too little for any choice, 2 enough for a single unit, and 3 just enough for
+        # one unit per layer; the others are in between.
+        budget = {1: least - mib, 2: most, 3: least}.get(
+            number, random.randint(least // mib, most // mib) * mib
+        )
+        fits = [choice for choice in every if _gathered_at_once(layers, choice) <= budget]
+        given = f"layers of {[size // mib for size in layers]} MiB, budget {format_bytes(budget)}"
+        with for_input(given, "Return the sizes of the units, or None."):
+            yours = answer(list(layers), budget)
+            if not fits and yours is not None:
+                hint = (
+                    f"Even with one layer per unit, neighbors take {format_bytes(least)}: too much."
+                )
+                raise Wrong(yours=repr(yours), expected="None", hint=hint)
+            if fits:
+                _judge_units(yours, layers, budget, fits)
+                shown[given] = (
+                    f"{yours}: {format_bytes(_gathered_at_once(layers, yours))} gathered at once, "
+                    f"in {len(yours)} {'unit' if len(yours) == 1 else 'units'}"
+                )
+    return shown
+
+
+def _gathered_at_once(layers: Sequence[int], units: Sequence[int]) -> int:
+    """Return the most bytes gathered at once: a unit and the next one."""
+    ends = [0, *accumulate(units)]
+    sizes = [sum(layers[a:b]) for a, b in pairwise(ends)]
+    return max([*sizes, *(a + b for a, b in pairwise(sizes))])
+
+
+def _judge_units(
+    yours: Any, layers: Sequence[int], budget: int, fits: Sequence[Sequence[int]]
+) -> None:
+    fewest = min(map(len, fits))
+    best = next(choice for choice in fits if len(choice) == fewest)
+    as_best = f"{best}: {format_bytes(_gathered_at_once(layers, best))} at once"
+    if yours is None:
+        hint = "There is a choice that fits: make more units."
+        raise Wrong(yours="None", expected=as_best, hint=hint)
+    whole = isinstance(yours, list | tuple) and all(type(n) is int and n > 0 for n in yours)
+    if not whole or sum(yours) != len(layers):
+        raise Wrong(
+            yours=repr(yours),
+            expected=f"positive integers that add up to {len(layers)}, such as {best}",
+            hint="Each layer belongs to exactly one unit, in order.",
+        )
+    at_once = _gathered_at_once(layers, yours)
+    if at_once > budget:
+        raise Wrong(
+            yours=f"{list(yours)}: {format_bytes(at_once)} at once",
+            expected=as_best,
+            hint="Over budget. While a unit computes, the next is gathered: add up neighbors.",
+        )
+    if len(yours) > fewest:
+        raise Wrong(
+            yours=f"{list(yours)}: {len(yours)} units",
+            expected=f"{fewest} units, such as {as_best}",
+            hint="It fits, but so does a choice with fewer gathers.",
+        )

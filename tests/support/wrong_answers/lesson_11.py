@@ -1,5 +1,7 @@
 """Typical mistakes in lesson 11's exercises, and the message that each must get."""
 
+from wrong_answers import template
+
 _PEAK = (
     "def peak_bytes(sizes, batch_size, optimizer):\n"
     "    weights = [i * o + o for i, o in zip(sizes, sizes[1:])]\n"
@@ -20,6 +22,16 @@ _ACCUMULATE = (
 _TOTAL = "dist.all_reduce(total)"
 _SUM = "F.mse_loss(parallel(x), y, reduction='sum')"
 _RIGHT = f"{_SUM} * dist.get_world_size() / total.item()"
+
+_small = template(
+    "def small_step(tower, x):\n"
+    "    for part in {parts}:\n"
+    "        output = checkpoint_sequential(tower, {segments}, part, use_reentrant=False)\n"
+    "        (output.square().mean() / {factor}).backward()",
+    parts="x.chunk(4)",
+    segments="6",
+    factor="4",
+)
 
 WRONG = {
     "11.1": [
@@ -144,6 +156,33 @@ WRONG = {
             "                best = cost, c\n"
             "    return best[1] if best else None",
             "No choice fits",
+        ),
+    ],
+    "11.4": [
+        (_small(segments="1"), "Checkpoint segments of the tower, too"),
+        (_small(parts="(x,)", factor="1"), "Split it into parts"),
+        (_small(factor="1"), "divide each part's loss by k"),
+        (_small(parts="x.chunk(4)[:3]"), "use every part"),
+        (_small(segments="2"), "how many segments are best"),
+        (_small(parts="x.chunk(64)", segments="1", factor="64"), "Small parts leave the GPU idle"),
+        (
+            "def small_step(tower, x):\n"
+            "    losses = [\n"
+            "        checkpoint_sequential(tower, 6, part, use_reentrant=False).square().mean() / 4\n"
+            "        for part in x.chunk(4)\n"
+            "    ]\n"
+            "    sum(losses).backward()",
+            "backward run before the next part's forward",
+        ),
+        (f"{_small()}\n    tower.zero_grad()", "don't call zero_grad"),
+        (
+            "def small_step(tower, x):\n"
+            "    for part in x.chunk(4):\n"
+            "        with torch.no_grad():\n"
+            "            tower(part)\n"
+            "        output = checkpoint_sequential(tower, 6, part, use_reentrant=False)\n"
+            "        (output.square().mean() / 4).backward()",
+            "at most twice",
         ),
     ],
 }

@@ -34,6 +34,21 @@ _units = template(
     otherwise="None",
 )
 
+_ADAM = "torch.optim.Adam(model.parameters(), fused=True)"
+_prepare = template(
+    "def prepare(model, gpu):\n"
+    "    {first}\n"
+    "    for part in {parts}:\n"
+    "        {how}\n"
+    "    {then}\n"
+    "    return {optimizer}",
+    first="",
+    parts="(model.embedding, *model.layers, model.head, model)",
+    how="fully_shard(part)",
+    then="model.to_empty(device=gpu)",
+    optimizer=_ADAM,
+)
+
 _TOKENS = "def tokens_to_hide(gpus, flop_per_s, bytes_per_s):\n    return {}"
 
 WRONG = {
@@ -71,16 +86,36 @@ WRONG = {
         ),
     ],
     "12.2": [
-        (_units(most="gathered"), "neighbors"),
-        (_units(cuts="reversed(range(count))"), "with fewer gathers"),
-        (_units(otherwise="[1] * count"), "too much"),
-        ("def units(layer_bytes, budget_bytes):\n    return None", "make more units"),
-        # Never a unit boundary after the first layer, or before the last.
-        *(
-            (_units().replace("range(1, count)", cut), "make more units")
-            for cut in ("range(2, count)", "range(1, count - 1)")
+        (_prepare(parts="(model,)"), "single unit: forward gathers all of it at once"),
+        (_prepare(parts="(*model.layers, model)"), "the embedding or the head"),
+        (_prepare(parts="(model.embedding, *model.layers, model)"), "the embedding or the head"),
+        (
+            _prepare(parts="(model.embedding, *model.layers, model.norm, model.head)"),
+            "a root stays gathered after forward",
         ),
-        ("def units(layer_bytes, budget_bytes):\n    return [0]", "exactly one unit"),
+        (
+            _prepare(parts="(model.embedding, *model.layers, model.head)"),
+            "last on the model, which takes the rest",
+        ),
+        (
+            _prepare(
+                parts="[*(m for m in model.modules() if isinstance(m, (nn.Embedding, nn.Linear))),"
+                " model]"
+            ),
+            "The units are too small",
+        ),
+        (_prepare(first="model.to_empty(device=gpu)"), "still on the meta device"),
+        (_prepare(then=""), "allocates this rank's slices"),
+        (
+            _prepare(first=f"optimizer = {_ADAM}", optimizer="optimizer"),
+            "would train nothing, without an error",
+        ),
+        (_prepare(optimizer="model"), "return the optimizer"),
+        (_prepare(parts="(model.embedding, model.layers, model.head, model)"), "ModuleList"),
+        (
+            _prepare(how="fully_shard(part, reshard_after_forward=False)"),
+            "freed after forward",
+        ),
     ],
     "12.3": [
         (
@@ -129,5 +164,17 @@ WRONG = {
             "def fill(model, folder):\n    model.load_state_dict(torch.load(folder))",
             "IsADirectoryError",
         ),
+    ],
+    "12.5": [
+        (_units(most="gathered"), "neighbors"),
+        (_units(cuts="reversed(range(count))"), "with fewer gathers"),
+        (_units(otherwise="[1] * count"), "too much"),
+        ("def units(layer_bytes, budget_bytes):\n    return None", "make more units"),
+        # Never a unit boundary after the first layer, or before the last.
+        *(
+            (_units().replace("range(1, count)", cut), "make more units")
+            for cut in ("range(2, count)", "range(1, count - 1)")
+        ),
+        ("def units(layer_bytes, budget_bytes):\n    return [0]", "exactly one unit"),
     ],
 }
