@@ -24,10 +24,11 @@ def _files() -> list[Path]:
     return [Path("train.py"), Path(gpt.__file__), Path(checkpoints.__file__)]
 
 
-def show_lines(*names: str) -> Markdown:
+def show_lines(*names: str, only: str = "") -> Markdown:
     """Return the lines that define functions, classes, methods ("Checkpoints.save") or constants.
 
-    Raises ValueError for a name that neither the script nor its helpers define.
+    ``only`` is a regular expression: "..." replaces the lines of a function's body that it
+    doesn't match. Raises ValueError for a name that neither the script nor its helpers define.
     """
     found: dict[str, str] = {}
     for path in _files():
@@ -35,12 +36,24 @@ def show_lines(*names: str) -> Markdown:
         lines = text.splitlines()
         for name, node in _definitions(ast.parse(text)).items():
             assert node.end_lineno
-            part = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-            head = f"# {path.name}, lines {node.lineno} to {node.end_lineno}"
+            part = "\n".join(_shortened(lines, node, only))
+            place = path if path.parent == Path() else Path(path.parent.name, path.name)
+            head = f"# {place.as_posix()}, lines {node.lineno} to {node.end_lineno}"
             found.setdefault(name, f"{head}\n{part}")
     if unknown := [name for name in names if name not in found]:
         raise ValueError(f"train.py does not define {unknown[0]!r}; it has {', '.join(found)}")
     return Markdown("```python\n" + "\n\n\n".join(found[name] for name in names) + "\n```")
+
+
+def _shortened(lines: list[str], node: ast.stmt, only: str) -> list[str]:
+    head = node.body[0].lineno if isinstance(node, ast.FunctionDef | ast.ClassDef) else node.lineno
+    shown: list[str] = []
+    for number, line in enumerate(lines[node.lineno - 1 : node.end_lineno], node.lineno):
+        if not shown or number < head or re.search(only, line):
+            shown.append(line)
+        elif shown[-1].strip() != "...":
+            shown.append(" " * (len(line) - len(line.lstrip())) + "...")
+    return shown
 
 
 def _definitions(body: ast.Module | ast.ClassDef, within: str = "") -> dict[str, ast.stmt]:

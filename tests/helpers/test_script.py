@@ -23,8 +23,16 @@ def test_show_lines_returns_the_lines_of_the_file():
     assert function.startswith("def divide(") and function in text
     first, last = map(int, shown.split("\n")[1].removeprefix("# train.py, lines ").split(" to "))
     assert text.splitlines()[first - 1 : last] == function.splitlines()
-    assert "# gpt.py, lines" in shown and "# checkpoints.py, lines" in shown
+    assert "# helpers/gpt.py, lines" in shown and "# helpers/checkpoints.py, lines" in shown
     assert "self.writing = dcp.async_save" in shown
+
+
+def test_show_lines_replaces_the_lines_that_were_not_asked_for():
+    shown = script.show_lines("train_step", only=r"optimizer\.step").data
+    assert "optimizer: torch.optim.AdamW" in shown  # the head is always complete
+    body = shown.split("]:\n")[1].split("\n")[:-1]
+    assert body == ["    ...", "    optimizer.step()", "    ..."]
+    assert "..." not in script.show_lines("loss_of").data
 
 
 def test_show_lines_rejects_an_unknown_name_and_lists_the_known_ones():
