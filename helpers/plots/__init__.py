@@ -63,6 +63,7 @@ from helpers.plots.times import (
     speedups,
     split_sizes,
     split_times,
+    tokens_that_hide,
 )
 from helpers.plots.training import (
     by_batch,
@@ -144,6 +145,7 @@ __all__ = [
     "timeline",
     "timelines",
     "token_times",
+    "tokens_that_hide",
     "where_layers_run",
     "who_holds",
 ]

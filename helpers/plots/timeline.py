@@ -252,14 +252,21 @@ def lanes_of(
 ) -> dict[str, list[TraceEvent]]:
     """Map each lane's name to its events; every GPU has a lane, even if it did nothing.
 
-    A non-default stream's lane is named after what it does: "vgpu:0, copies out".
+    A non-default stream's lane is named after what it does: "vgpu:0, copies out". Streams that
+    do the same are named after their link if they use only one: "vgpu:0, over NVLink".
     """
     lanes: dict[str, list[TraceEvent]] = {}
     for device in record.devices if devices is None else devices:
-        for stream in record.streams(device) or [0]:
-            events = [event for event in record.of(device) if event.stream == stream]
+        streams = {
+            stream: [event for event in record.of(device) if event.stream == stream]
+            for stream in record.streams(device) or [0]
+        }
+        works = {stream: _work_of(events) for stream, events in streams.items() if stream}
+        for stream, events in streams.items():
             own = _name_of(record, device)
-            name = f"{own}, {_work_of(events)}" if stream else own
+            name = f"{own}, {works[stream]}" if stream else own
+            if stream and list(works.values()).count(works[stream]) > 1:
+                name = f"{own}, {_link_of(events) or works[stream]}"
             while name in lanes:
                 name += " "  # two streams that do the same kind of work
             lanes[name] = events
@@ -302,6 +309,12 @@ def _work_of(events: Sequence[TraceEvent]) -> str:
         ways = {"in" if event.device == event.target else "out" for event in events}
         return f"copies {ways.pop()}" if len(ways) == 1 else "copies"
     return f"stream {events[0].stream}"
+
+
+def _link_of(events: Sequence[TraceEvent]) -> str:
+    """Return "over NVLink" if all events use links of that kind, otherwise an empty string."""
+    links = {event.link.partition(" ")[0] for event in events}
+    return f"over {links.pop()}" if len(links) == 1 and links != {""} else ""
 
 
 def kind_of(event: TraceEvent) -> str:

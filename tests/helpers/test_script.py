@@ -27,12 +27,16 @@ def test_show_lines_returns_the_lines_of_the_file():
     assert "self.writing = dcp.async_save" in shown
 
 
-def test_show_lines_replaces_the_lines_that_were_not_asked_for():
-    shown = script.show_lines("train_step", only=r"optimizer\.step").data
-    assert "optimizer: torch.optim.AdamW" in shown  # the head is always complete
-    body = shown.split("]:\n")[1].split("\n")[:-1]
-    assert body == ["    ...", "    optimizer.step()", "    ..."]
-    assert "..." not in script.show_lines("loss_of").data
+def test_show_lines_returns_a_statement_of_a_function_by_how_it_starts():
+    parts = script.show_lines("train: if step % 10", "train: if step % options").data.split(
+        "\n\n\n"
+    )
+    first, second = (part.removeprefix("```python\n").split("\n") for part in parts)
+    assert first[1].startswith("if step % 10 == 0") and "    dist.all_reduce(loss)" in first
+    assert second[1] == "if step % options.save_every == 0 or ends:"
+    assert second[2] == "    checkpoints.save(step)"
+    with pytest.raises(ValueError, match="does not define 'train: if nothing'"):
+        script.show_lines("train: if nothing")
 
 
 def test_show_lines_rejects_an_unknown_name_and_lists_the_known_ones():

@@ -86,6 +86,19 @@ def test_a_second_stream_is_named_after_what_it_does():
     assert names[2:] == ["vgpu:1", "vgpu:1, copies in"]
 
 
+def test_streams_of_collectives_are_named_after_their_links():
+    with vgpu.cluster(hosts=2, gpus_per_host=2), vgpu.shapes_only():
+        mesh = torch.distributed.init_device_mesh("vgpu", (2, 2), mesh_dim_names=("far", "near"))
+        x = torch.empty(4096, 4096, device="vgpu")
+        with vgpu.record() as found:
+            x + 1
+            for name in ("far", "near"):
+                torch.distributed.all_reduce(x, group=mesh.get_group(name))
+            torch.accelerator.synchronize()
+    names = list(lanes_of(found, devices=found.devices[:1]))
+    assert names == ["vgpu:0", "vgpu:0, over InfiniBand", "vgpu:0, over NVLink"]
+
+
 def test_timelines_share_one_scale(recorded, monkeypatch):
     drawn = []
 
