@@ -44,7 +44,11 @@ def show_lines(*names: str) -> Markdown:
                 if within == name and start and (first := _starting(node, lines, start)):
                     parts[wanted] = first
             for part, each in parts.items():
-                head = f"# {path.name}, lines {each.lineno} to {each.end_lineno}"
+                place = path if path.parent == Path() else Path(path.parent.name, path.name)
+                where = f"lines {each.lineno} to {each.end_lineno}"
+                if each.lineno == each.end_lineno:
+                    where = f"line {each.lineno}"
+                head = f"# {place.as_posix()}, {where}"
                 own = textwrap.dedent("\n".join(lines[each.lineno - 1 : each.end_lineno]))
                 found.setdefault(part, f"{head}\n{own}")
     if unknown := [name for name in names if name not in found]:

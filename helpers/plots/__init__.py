@@ -55,7 +55,7 @@ from helpers.plots.serving import (
     token_times,
 )
 from helpers.plots.style import COLORS, figure, show
-from helpers.plots.timeline import launches, timeline, timelines
+from helpers.plots.timeline import launches, overlap, timeline, timelines
 from helpers.plots.times import (
     gained,
     goodput,
@@ -119,6 +119,7 @@ __all__ = [
     "network",
     "number_lines",
     "one_step",
+    "overlap",
     "parts_of_time",
     "peaks_before_and_after",
     "peaks_by_cause",

@@ -9,7 +9,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from helpers.plots.style import COLORS, arrow, figure, legend_beside, show, title
 from vgpu import Timeline, TraceEvent, covered_s
-from vgpu.units import format_seconds
+from vgpu.units import format_bytes, format_seconds
 
 _OF_KIND = {
     "forward": COLORS["blue"],
@@ -72,6 +72,35 @@ def timeline(
     fig.add_artist(Rectangle((0, 0), 1, 1, transform=fig.transFigure, fill=False, linewidth=0))
     _draw(axes, record, message, lanes, end_s, left_out)
     show(fig, _alt(record, lanes))
+
+
+def overlap(record: Timeline, message: str) -> None:
+    """Draw one rank's iteration of DDP, and what each collective is for, with its size.
+
+    The rank's last backward kernels, after the last all-reduce, are its copies out of the buckets.
+    """
+    lanes, left_out = visible(lanes_of(record, devices=record.devices[:1]), record.makespan_s)
+    assert len(lanes) == 2, f"a lane for computing and one for collectives, not {[*lanes]}"
+    fig, axes = figure(width=8.5, height=2.5)
+    _draw(axes, record, message, lanes, record.makespan_s, left_out)
+    factor = 1e3 if axes.get_xlabel() == "ms" else 1e6
+    notes: dict[str, tuple[float, int, str]] = {}  # (time, lane, alignment)
+    events = record.of(record.devices[0])
+    sends = [event for event in events if event.kind == "collective"]
+    buffers = [event for event in sends if event.name == "broadcast"]
+    if buffers:
+        notes["buffers"] = buffers[0].start_s, 1, "left"
+    reduces = [event for event in sends if event.name == "all_reduce"]
+    for event in reduces:
+        notes[format_bytes(event.size_bytes)] = (event.start_s + event.end_s) / 2, 1, "center"
+    copies = [e for e in events if e.backward and e.start_s >= reduces[-1].end_s]
+    if copies:
+        notes["out of the buckets"] = copies[-1].end_s, 0, "right"
+    for text, (time_s, lane, side) in notes.items():
+        place: Any = {"va": "top" if lane else "bottom", "ha": side, "fontsize": 8}
+        axes.text(factor * time_s, 1.42 if lane else -0.42, text, **place)
+    axes.set_ylim(1.85, -1.05)
+    show(fig, f"{_alt(record, lanes)} Labels, from left to right: {', '.join(notes)}.")
 
 
 def _with_waiting(events: Sequence[TraceEvent]) -> list[TraceEvent]:

@@ -101,3 +101,19 @@ def test_launches_says_how_long_the_last_drawn_kernel_waits(alts):
     events += [span("kernel", 5.0 + 100.0 * k, k) for k in range(3)]
     plots.launches({"large": events}, 2)
     assert "large: kernel 2 starts 95 µs after its launch" in alts[0]
+
+
+def test_before_and_after_marks_undefined_results(drawn):
+    starts = [torch.tensor([1, 2]), torch.tensor([10, 20])]
+    results = [torch.tensor([11, 22]), torch.tensor([10, 20])]
+    held = {"reduce": list(zip(starts, results, strict=True))}
+    plots.before_and_after(held, "All to one", undefined={"reduce": (1,)})
+    assert drawn[0].count("undefined") == 1 and "nothing" not in drawn[0]
+    plots.before_and_after({"gather": [(starts[0], results[0]), (starts[1], None)]}, "All to one")
+    assert drawn[1].count("nothing") == 1 and "undefined" not in drawn[1]
+
+
+def test_interrupted_says_where_the_run_was_killed(alts):
+    run = [(2, 0.5), (2, 0.8), (2, 0.9)]
+    plots.interrupted(run, run, stopped_after=1, lost=0.25)
+    assert "killed 0.2 epochs after its checkpoint of epoch 1, at 50.0%" in alts[0]

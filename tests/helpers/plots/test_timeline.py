@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 import vgpu
+from helpers import plots
+from helpers.plots import style
 from helpers.plots.style import figure
 from helpers.plots.timeline import kind_of, lanes_of, stretches, timeline, timelines
 
@@ -157,3 +159,16 @@ def test_a_stream_of_hairlines_has_no_lane():
     under = "virtual time, Tesla K80; omits a stream that is busy only briefly"
     assert under in [text.get_text() for text in axes.texts]
     matplotlib.pyplot.close(made)
+
+
+def test_overlap_labels_the_buffers_the_buckets_and_the_copies(monkeypatch):
+    shown = []
+    monkeypatch.setattr(style, "display", lambda picture: shown.append(picture.alt))
+
+    def model():
+        return nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512), nn.Linear(512, 512))
+
+    with vgpu.enable(2, gpu="V100"):
+        ddp = vgpu.ddp_iteration(model, (64, 512), (64, 512), 2)
+    plots.overlap(ddp, "DDP")
+    assert "from left to right: buffers, 1 MiB, 1.01 MiB, out of the buckets." in shown[0], shown
