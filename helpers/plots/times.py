@@ -152,7 +152,7 @@ def gained(times_s: Mapping[int, Mapping[int, float]], message: str, how: str) -
         gains = [times_s[width][1] / times_s[width][count] for width in widths]
         axes.plot(widths, gains, marker=marker, color=color, label=f"{count} GPUs")
         axes.axhline(count, color=color, lw=0.8, ls=":", label=f"{count} times as fast")
-    axes.axhline(1, color="black", lw=0.8)
+    axes.axhline(1, color="black", lw=0.8, label="as fast as one GPU")
     log2_ticks(axes, widths)
     axes.set(xlabel="width of the layer", ylabel="speedup over one GPU", ylim=(0, None))
     legend_beside(axes, fontsize=10)
