@@ -245,7 +245,8 @@ def torchtitan(folder: Path) -> Result:
             "--training.max_context_length=256", "--training.mixed_precision_param=float32",
             "--training.disable_cuda_graphs", "--lr_scheduler.total_steps=10",
             "--checkpoint.enable", f"--checkpoint.initial_load_path={start}",
-            "--checkpoint.load_only", "--parallelism.num_pp_microbatches=2",
+            "--checkpoint.load_only", "--comm.train_timeout_seconds=600",
+            "--parallelism.num_pp_microbatches=2",
             *(f"--parallelism.{names[of]}_degree={size}" for of, size in sizes.items()), *arguments,
         ]]  # fmt: skip
 
