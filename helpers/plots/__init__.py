@@ -54,7 +54,7 @@ from helpers.plots.serving import (
     token_times,
 )
 from helpers.plots.style import COLORS, figure, show
-from helpers.plots.timeline import launches, timeline, timelines
+from helpers.plots.timeline import launches, spans, timeline, timelines, traces
 from helpers.plots.times import (
     gained,
     goodput,
@@ -133,6 +133,7 @@ __all__ = [
     "share_bars",
     "shares",
     "show",
+    "spans",
     "speedups",
     "split_sizes",
     "split_times",
@@ -143,6 +144,7 @@ __all__ = [
     "timeline",
     "timelines",
     "token_times",
+    "traces",
     "where_layers_run",
     "who_holds",
 ]
