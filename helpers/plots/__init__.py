@@ -55,7 +55,7 @@ from helpers.plots.serving import (
     token_times,
 )
 from helpers.plots.style import COLORS, figure, show
-from helpers.plots.timeline import launches, overlap, timeline, timelines
+from helpers.plots.timeline import launches, overlap, spans, timeline, timelines, traces
 from helpers.plots.times import (
     gained,
     goodput,
@@ -137,6 +137,7 @@ __all__ = [
     "share_bars",
     "shares",
     "show",
+    "spans",
     "speedups",
     "split_sizes",
     "split_times",
@@ -148,6 +149,7 @@ __all__ = [
     "timelines",
     "token_times",
     "tokens_that_hide",
+    "traces",
     "where_layers_run",
     "who_holds",
 ]

@@ -1,8 +1,7 @@
-"""Checks for lesson 18: a cache's bytes, draws from a split vocabulary, a batch, a fair schedule."""
+"""Checks for lesson 18: keys and values kept, draws from a split vocabulary, a batch, a fair schedule."""
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,59 +12,66 @@ from helpers.checks.core import (
     expect_equal,
     expect_number,
     for_input,
-    hint_by_value,
 )
 from helpers.checks.on_ranks import GPU, on_ranks
 from vgpu.plan.request_queue import Generation, Request, chunked_prefill, simulate_queue
 from vgpu.plan.serving import Server
-from vgpu.plan.transformer import LLAMA, TransformerSizes
+from vgpu.plan.transformer import LLAMA
 from vgpu.profiling import CollectiveCounter, own_gpu
 from vgpu.units import format_bytes, format_seconds
 
 
-@exercise("18.1", "One GPU's cache")
-def cache_of_one_gpu(answer: Callable[..., Any]) -> dict[str, Any]:
-    shown = {}
-    for name, tp, bits in (("8B", 1, 16), ("70B", 4, 8), ("405B", 16, 16)):
-        sizes = replace(LLAMA[name], layers=random.randint(20, 90))
-        sequences, tokens = random.randint(2, 60), random.randint(100, 9000)
-        server = Server(sizes, tp, weight_bits=16, cache_bits=bits)
-        right = server.cache_bytes_per_token * sequences * tokens
-        given = (
-            f"{sizes.layers} layers, {sizes.key_value_heads} key-value heads of width "
-            f"{sizes.head_width}, {sequences} sequences of {tokens} tokens, {bits} bits, tp {tp}"
-        )
-        with for_input(given):
-            found = answer(sizes, sequences, tokens, bits, tp)
-            expect_number(found, "a number of bytes", "Return a product of integers.")
-            if isinstance(found, float) and found == right:
-                hint = "The number is right; make it an integer, with //."
-                raise Wrong(yours=repr(found), expected=repr(right), hint=hint)
-            expect_equal(found, right, hint=_hint_for_cache(found, right, sizes, tp, bits))
-        shown[f"Llama {name}'s heads, {sizes.layers} layers, {bits} bits, tp {tp}"] = (
-            f"{format_bytes(right)} for {sequences} sequences of {tokens:,} tokens"
-        )
-    return shown
+@exercise("18.1", "Keep keys and values")
+def keys_and_values(answer: Callable[..., Any]) -> dict[str, Any]:
+    batch, heads, width = random.sample(range(2, 8), 3)
+    passes = [random.randint(9, 12), 1, 1, random.randint(2, 4), 1]
+    caches: list[dict[str, torch.Tensor]] = [{}, {}]
+    news: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[], []]  # of each layer
+    for number, new in enumerate(passes):
+        for layer, cache in enumerate(caches):
+            shape = (batch, heads, new, width)
+            news[layer].append((torch.randn(shape), torch.randn(shape)))
+            given = (
+                f"pass {number + 1} of layer {layer}, with {new} new tokens: key and value {shape}"
+            )
+            with for_input(given, "Return two tensors, the keys and the values."):
+                found = dict(zip(("key", "value"), answer(cache, *news[layer][-1]), strict=True))
+            for place, name in enumerate(found):
+                olds = [each[place] for each in news[layer]]
+                whole, swapped = torch.cat(olds, 2), [each[1 - place] for each in news[layer]]
+                hint = _hint_for_cache(found[name], olds, swapped)
+                expect_equal(found[name], whole, given=f"{given}; the {name}s returned", hint=hint)
+                kept = cache.get(name)
+                if not isinstance(kept, torch.Tensor) or not torch.equal(kept, whole):
+                    raise Wrong(
+                        yours=f"a cache with {_shapes(cache)}",
+                        expected=f"cache[{name!r}] of shape {tuple(whole.shape)}, as returned",
+                        given=given,
+                        hint="The next pass needs them all: store old and new ones in cache.",
+                    )
+    return {"the last one": f"{sum(passes)} tokens in {len(passes)} passes of two layers"}
 
 
-def _hint_for_cache(found: float, right: int, sizes: TransformerSizes, tp: int, bits: int) -> str:
-    group = sizes.heads // sizes.key_value_heads
-    copies = max(1, tp // sizes.key_value_heads)
-    whole_heads = {"A GPU holds whole heads: several GPUs hold the same one.": right / copies}
-    wrong = {
-        **(whole_heads if tp > sizes.key_value_heads else {}),
-        "Keys and values: two elements, not one.": right / 2,
-        "That's for all GPUs together; each has only some of the heads.": right * tp,
-        "The cache holds key-value heads, and there are fewer of them than query heads.": right
-        * group,
-        "An element with that many bits has bits / 8 bytes.": right * 8,
-        "An element takes as many bits as given, not always 16.": right * 16 / bits,
-        "Every layer has its own cache.": right / sizes.layers,
-    }
-    return hint_by_value(
-        found, {hint: value for hint, value in wrong.items() if value != right},
-        "2 · layers · heads on this GPU · head width · sequences · tokens · bits / 8.", 1e-6,
-    )  # fmt: skip
+def _shapes(cache: dict[str, Any]) -> str:
+    shapes = (f"{name} {tuple(getattr(each, 'shape', ()))}" for name, each in cache.items())
+    return ", ".join(shapes) or "nothing"
+
+
+def _hint_for_cache(
+    found: Any, news: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> str:
+    whole = torch.cat(list(news), 2)
+    if not isinstance(found, torch.Tensor):
+        return "Return two tensors, the keys and the values."
+    if torch.equal(found, torch.cat(list(others), 2)):
+        return "Keys and values are swapped, or both are the same."
+    if torch.equal(found, news[-1]):
+        return "Those are the new ones only: put them behind those in cache."
+    if torch.equal(found, torch.cat([news[-1], *news[:-1]], 2)):
+        return "New ones come last."
+    if found.numel() == whole.numel():
+        return "Tokens are dimension 2 of (B, heads, tokens, head width)."
+    return "All tokens of this layer so far, each once: first what cache has, then the new ones."
 
 
 @exercise("18.2", "Draw from a split vocabulary")

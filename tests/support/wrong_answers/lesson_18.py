@@ -4,13 +4,16 @@ from wrong_answers import template
 
 _cache = template(
     """
-def bytes_on_gpu(sizes, sequences, tokens, bits, tp):
-    heads = {heads}
-    return {numbers} * heads * sizes.head_width * sequences * tokens * {bits}
+def remember(cache, key, value):
+    if {before}:
+        key, value = {joined}
+    cache.update({kept})
+    return {returned}
 """,
-    heads="-(-sizes.key_value_heads // tp)",
-    numbers="2 * sizes.layers",
-    bits="bits // 8",
+    before="cache",
+    joined='torch.cat([cache["key"], key], 2), torch.cat([cache["value"], value], 2)',
+    kept="key=key, value=value",
+    returned="key, value",
 )
 
 _draw = template(
@@ -60,17 +63,39 @@ def fair(generations, budget):
 
 WRONG = {
     "18.1": [
-        (_cache(numbers="sizes.layers"), "Keys and values"),
-        (_cache(heads="sizes.key_value_heads"), "all GPUs together"),
-        (_cache(heads="max(1, sizes.heads // tp)"), "fewer of them than query heads"),
-        (_cache(heads="sizes.key_value_heads", bits="bits // 8 // tp"), "whole heads"),
-        (_cache(bits="bits / 8"), "make it an integer"),
-        (_cache(bits="bits"), "bits / 8 bytes"),
-        (_cache(bits="2"), "not always 16"),
-        (_cache(numbers="2"), "Every layer"),
+        (_cache(before="False"), "the new ones only"),
+        (_cache(kept=""), "The next pass needs them all"),
+        (_cache(kept="key=key"), "The next pass needs them all"),
         (
-            "def bytes_on_gpu(sizes, sequences, tokens, bits, tp):\n    return None",
-            "a number of bytes",
+            _cache(
+                joined='torch.cat([cache["key"], key], 1), torch.cat([cache["value"], value], 1)'
+            ).replace("if cache", "if cache and key.size(2) == cache['key'].size(2)"),
+            "the new ones only",
+        ),
+        (
+            _cache(
+                joined='torch.cat([key, cache["key"]], 2), torch.cat([value, cache["value"]], 2)'
+            ),
+            "New ones come last",
+        ),
+        (_cache(returned="value, key"), "swapped"),
+        (
+            _cache(joined='torch.cat([cache["key"], key]), torch.cat([cache["value"], value])'),
+            "Return two",
+        ),
+        (_cache(returned="key"), "Return two tensors"),
+        (_cache(returned="key.transpose(1, 2), value"), "Tokens are dimension 2"),
+        (
+            """
+seen = {}
+def remember(cache, key, value):
+    if seen:
+        key, value = torch.cat([seen["key"], key], 2), torch.cat([seen["value"], value], 2)
+    seen.update(key=key, value=value)
+    cache.update(seen)
+    return key, value
+""",
+            "All tokens of this layer",
         ),
     ],
     "18.2": [
