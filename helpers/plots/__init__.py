@@ -13,6 +13,7 @@ from helpers.plots.collectives import (
 from helpers.plots.dataparallel import (
     data_parallel_against_ddp,
     four_parts,
+    idle_gpus,
     iteration,
     one_step,
     peaks_before_and_after,
@@ -103,6 +104,7 @@ __all__ = [
     "hands",
     "held",
     "held_by_cause",
+    "idle_gpus",
     "interrupted",
     "iteration",
     "kept_per_step",

@@ -54,6 +54,17 @@ def test_memories_says_where_each_tensor_is(alts):
     assert "x in main memory; y and z in the memory of GPU 1; an arrow from x to y" in alts[0]
 
 
+def test_replica_sizes_draws_batches_that_are_split_alike_once(drawn):
+    a, b = torch.device("vgpu:0"), torch.device("vgpu:1")
+    plots.replica_sizes({2: [[(b, 3), (a, 4)], [(a, 4), (b, 3)], [(a, 1)]]})
+    assert drawn[0] == ["4", "3", "1", "idle"]
+
+
+def test_idle_gpus_lists_the_batches_that_leave_gpus_idle(alts):
+    plots.idle_gpus({1: 1, 2: 0, 3: 0}, 2)
+    assert "1 at 1; otherwise 0" in alts[0]
+
+
 def test_where_layers_run_lists_each_layers_gpu_and_samples(alts):
     plots.where_layers_run({"Split layers": {("vgpu:1", "layer 1", 8), ("vgpu:0", "layer 0", 8)}})
     assert "layer 0 on vgpu:0 sees 8 samples, layer 1 on vgpu:1 sees 8 samples" in alts[0]
