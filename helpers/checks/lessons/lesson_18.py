@@ -1,7 +1,8 @@
-"""Checks for lesson 18: keys and values kept, draws from a split vocabulary, a batch, a fair schedule."""
+"""Checks for lesson 18: the cache and its bytes, a split vocabulary, a batch, a fair schedule."""
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from helpers.checks.core import (
     expect_equal,
     expect_number,
     for_input,
+    hint_by_value,
 )
 from helpers.checks.on_ranks import GPU, on_ranks
 from vgpu.plan.request_queue import Generation, Request, chunked_prefill, simulate_queue
 from vgpu.plan.serving import Server
-from vgpu.plan.transformer import LLAMA
+from vgpu.plan.transformer import LLAMA, TransformerSizes
 from vgpu.profiling import CollectiveCounter, own_gpu
 from vgpu.units import format_bytes, format_seconds
 
@@ -74,7 +76,52 @@ def _hint_for_cache(
     return "All tokens of this layer so far, each once: first what cache has, then the new ones."
 
 
-@exercise("18.2", "Draw from a split vocabulary")
+@exercise("18.2", "One GPU's cache")
+def cache_of_one_gpu(answer: Callable[..., Any]) -> dict[str, Any]:
+    shown = {}
+    for name, tp, bits in (("8B", 1, 16), ("70B", 4, 8), ("405B", 16, 16)):
+        sizes = replace(LLAMA[name], layers=random.randint(20, 90))
+        sequences, tokens = random.randint(2, 60), random.randint(100, 9000)
+        server = Server(sizes, tp, weight_bits=16, cache_bits=bits)
+        right = server.cache_bytes_per_token * sequences * tokens
+        given = (
+            f"{sizes.layers} layers, {sizes.key_value_heads} key-value heads of width "
+            f"{sizes.head_width}, {sequences} sequences of {tokens} tokens, {bits} bits, tp {tp}"
+        )
+        with for_input(given):
+            found = answer(sizes, sequences, tokens, bits, tp)
+            expect_number(found, "a number of bytes", "Return a product of integers.")
+            if isinstance(found, float) and found == right:
+                hint = "The number is right; make it an integer, with //."
+                raise Wrong(yours=repr(found), expected=repr(right), hint=hint)
+            expect_equal(found, right, hint=_hint_for_bytes(found, right, sizes, tp, bits))
+        shown[f"Llama {name}'s heads, {sizes.layers} layers, {bits} bits, tp {tp}"] = (
+            f"{format_bytes(right)} for {sequences} sequences of {tokens:,} tokens"
+        )
+    return shown
+
+
+def _hint_for_bytes(found: float, right: int, sizes: TransformerSizes, tp: int, bits: int) -> str:
+    group = sizes.heads // sizes.key_value_heads
+    copies = max(1, tp // sizes.key_value_heads)
+    whole_heads = {"A GPU holds whole heads: several GPUs hold the same one.": right / copies}
+    wrong = {
+        **(whole_heads if tp > sizes.key_value_heads else {}),
+        "Keys and values: two elements, not one.": right / 2,
+        "That's for all GPUs together; each has only some of the heads.": right * tp,
+        "The cache holds key-value heads, and there are fewer of them than query heads.": right
+        * group,
+        "An element with that many bits has bits / 8 bytes.": right * 8,
+        "An element takes as many bits as given, not always 16.": right * 16 / bits,
+        "Every layer has its own cache.": right / sizes.layers,
+    }
+    return hint_by_value(
+        found, {hint: value for hint, value in wrong.items() if value != right},
+        "2 · layers · heads on this GPU · head width · sequences · tokens · bits / 8.", 1e-6,
+    )  # fmt: skip
+
+
+@exercise("18.3", "Draw from a split vocabulary")
 def draw_from_split_vocabulary(answer: Callable[..., Any]) -> dict[str, Any]:
     shown = {}
     for ranks in (2, 3):
@@ -135,7 +182,7 @@ def _hint_for_draw(drawn: Any, expected: torch.Tensor, bests: torch.Tensor, word
     return "Take the largest of logits + noise on each rank, then the largest of those."
 
 
-@exercise("18.3", "The largest batch within a latency limit")
+@exercise("18.4", "The largest batch within a latency limit")
 def largest_batch_within_a_limit(answer: Callable[..., Any]) -> dict[str, Any]:
     gib, shown = 2**30, {}
     cases = {
@@ -197,7 +244,7 @@ def _hint_for_batch(
 BUDGET = 256
 
 
-@exercise("18.4", "Prefill that starves nobody")
+@exercise("18.5", "Prefill that starves nobody")
 def prefill_that_starves_nobody(answer: Callable[..., Any]) -> dict[str, Any]:
     # Short prompts keep coming, so shortest-first never gets to the long one.
     server = Server(LLAMA["8B"])

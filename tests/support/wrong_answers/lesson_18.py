@@ -61,6 +61,17 @@ def fair(generations, budget):
     share="max(0, left) // (len(prompts) - done)",
 )
 
+_bytes = template(
+    """
+def bytes_on_gpu(sizes, sequences, tokens, bits, tp):
+    heads = {heads}
+    return {numbers} * heads * sizes.head_width * sequences * tokens * {bits}
+""",
+    heads="-(-sizes.key_value_heads // tp)",
+    numbers="2 * sizes.layers",
+    bits="bits // 8",
+)
+
 WRONG = {
     "18.1": [
         (_cache(before="False"), "the new ones only"),
@@ -99,6 +110,20 @@ def remember(cache, key, value):
         ),
     ],
     "18.2": [
+        (_bytes(numbers="sizes.layers"), "Keys and values"),
+        (_bytes(heads="sizes.key_value_heads"), "all GPUs together"),
+        (_bytes(heads="max(1, sizes.heads // tp)"), "fewer of them than query heads"),
+        (_bytes(heads="sizes.key_value_heads", bits="bits // 8 // tp"), "whole heads"),
+        (_bytes(bits="bits / 8"), "make it an integer"),
+        (_bytes(bits="bits"), "bits / 8 bytes"),
+        (_bytes(bits="2"), "not always 16"),
+        (_bytes(numbers="2"), "Every layer"),
+        (
+            "def bytes_on_gpu(sizes, sequences, tokens, bits, tp):\n    return None",
+            "a number of bytes",
+        ),
+    ],
+    "18.3": [
         (_draw(offset="0"), "counts from its rank's own first token"),
         (_draw(choice="return index"), "which rank has the best"),
         (_draw(choice="return torch.stack(values).amax(0)"), "as int64"),
@@ -115,14 +140,14 @@ def draw(logits, noise):
         ),
         (_draw().replace("(logits + noise)", "noise"), "the largest of logits + noise"),
     ],
-    "18.3": [
+    "18.4": [
         (_batch(room="room_bytes = limit_s * bytes_per_s - weight_bytes"), "don't fit in memory"),
         (_batch(room="room_bytes = memory_bytes - weight_bytes"), "takes longer than the limit"),
         (_batch(result="int(room_bytes // (cache_bytes * context))"), "the answer is 0"),
         (_batch(result="max(0, round(room_bytes / (cache_bytes * context) + 0.5))"), "Round down"),
         (_batch(room=_ROOM.replace(" - weight_bytes", "")), "the weights once"),
     ],
-    "18.4": [
+    "18.5": [
         (_fair(key="place", share="max(0, left)"), "an equal share"),
         (_fair(share="max(0, left)"), "an equal share"),
         (_fair(left="budget"), "Generations that are decoding count, too"),
