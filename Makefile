@@ -16,7 +16,7 @@ ifneq ($(wildcard teaching),)
 	@echo "make test-all   the same, with every sample of every test suite"
 	@echo "make test-browser   open and run every lesson in JupyterLab, in Chromium"
 	@echo "make test-gpu       compare virtual with real GPUs, and run ranks and lessons on real ones"
-	@echo "make test-foreign   run other people's programs and suites (ARGS=\"accelerate\"), if installed"
+	@echo "make test-foreign   run third-party programs and suites (ARGS=\"accelerate\"), if installed"
 	@echo "make check    quick checks: style, types, structure"
 	@echo "make format   format the code and clear the notebooks' outputs"
 	@echo "make bench    measure, and write benchmarks/RESULTS.md (ARGS=\"launch\")"

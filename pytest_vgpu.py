@@ -1,6 +1,6 @@
 """``pytest --vgpus 4``: run a project's CUDA tests on virtual GPUs, on a machine without a GPU.
 
-Pytest imports this file in every project of the environment, so torch is imported only when asked for.
+Pytest imports this file for every project in the environment, so torch is imported only if needed.
 """
 
 import ast
@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--vgpus", type=int, metavar="COUNT", help="run CUDA tests on this many virtual GPUs"
     )
-    group.addoption("--vgpu-model", metavar="GPU", help="their model, such as H100 (default: V100)")
+    group.addoption("--vgpu-model", metavar="GPU", help="GPU model, such as H100 (default: V100)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Before any file of the project is imported."""
+    """Start virtual GPUs before pytest imports any of the project's files."""
     options = early_config.known_args_namespace
     if options.vgpus is None:
         if options.vgpu_model is not None:

@@ -107,7 +107,7 @@ def _trim(readme: Path) -> None:
     for name in re.findall(r"^\| \[.*\]\((notebooks/.*\.ipynb)\) \| ", text, re.MULTILINE):
         if not (readme.parent / name).exists():
             text = re.sub(rf"^\| .*\({re.escape(name)}\).*\n", "", text, flags=re.MULTILINE)
-    before, fence, tree = text.partition("## What is where\n\n```\n")
+    before, fence, tree = text.partition("## Repository layout\n\n```\n")
     listed, end, after = tree.partition("```")
     kept, parent = [], readme.parent
     for line in listed.splitlines(keepends=True):

@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _report(cuda_is_vgpu: bool) -> None:
-    """Print what was replaced and, unless the program failed, whether it used the GPUs."""
+    """Print what was replaced and, unless the program failed, a note if it used no GPU."""
     report = run_report.end()
     for line in report.replaced():
         _print_once(line)
@@ -95,7 +95,8 @@ def _require_script(name: str) -> None:
     for other in (Path(name).with_name("vgpu.py"), Path(name).with_name("vgpu")):
         if other.exists() and not other.samefile(ours):
             _print_once(
-                f"{other} can't be imported here, because this package is called vgpu: rename it"
+                f"{other} can't be imported here, because this package is also called vgpu: "
+                "rename it"
             )
 
 
@@ -116,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
         usage="%(prog)s [options] script.py [arguments]\n"
         "       %(prog)s [options] -m module [arguments]\n"
         "       %(prog)s [options] -c command [arguments]",
-        description="Run a script with virtual GPUs, and otherwise as plain python does.",
+        description="Run a script with virtual GPUs, but otherwise as plain python would.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -127,12 +128,14 @@ def parser() -> argparse.ArgumentParser:
         default=default,
         help="number of GPUs (default: VGPU_COUNT; otherwise, one per rank under torchrun, or 2)",
     )
-    parser.add_argument("--gpu", default="V100", choices=sorted(PRESETS), help="default: V100")
+    parser.add_argument(
+        "--gpu", default="V100", choices=sorted(PRESETS), help="GPU model (default: V100)"
+    )
     parser.add_argument(
         "--memory", type=_memory, help="memory per GPU, such as 16GiB (default: the GPU model's)"
     )
     parser.add_argument(
-        "--seed", type=_seed, help="seed for torch.manual_seed before the script starts"
+        "--seed", type=_seed, help="pass this seed to torch.manual_seed before the script starts"
     )
     parser.add_argument(
         "--cuda-is-vgpu",
@@ -162,8 +165,8 @@ def parser() -> argparse.ArgumentParser:
         "--cluster",
         type=_cluster,
         metavar="HOSTSxGPUS",
-        help="run as rank 0 of a cluster that does not exist, such as 8x8: tensors are shapes, and "
-        "the program ends after its second optimizer step, with a prediction",
+        help="run as rank 0 of a cluster that does not exist, such as 8x8: tensors have no values, "
+        "and the program ends with a prediction after its second optimizer step",
     )
     parser.add_argument(
         "--network",
@@ -177,20 +180,20 @@ def parser() -> argparse.ArgumentParser:
         dest="module",
         nargs=argparse.REMAINDER,
         metavar="",
-        help="run a module, as python -m does; what follows are the module's arguments",
+        help="run a module, as python -m does, with all arguments that follow",
     )
     parser.add_argument(
         "-c",
         dest="command",
         nargs=argparse.REMAINDER,
         metavar="",
-        help="run a command, as python -c does; what follows are the command's arguments",
+        help="run a command, as python -c does, with all arguments that follow",
     )
     parser.add_argument(
         "program",
         nargs=argparse.REMAINDER,
         metavar="script.py [arguments]",
-        help="the script to run; what follows are the script's arguments",
+        help="the script to run, with all arguments that follow",
     )
     return parser
 
@@ -200,7 +203,7 @@ def _count(text: str) -> int:
         is_variable = text == os.environ.get("VGPU_COUNT")
         where = " in the environment variable VGPU_COUNT" if is_variable else ""
         raise argparse.ArgumentTypeError(
-            f"expected a number of GPUs from 1 to 127, found {text!r}{where}"
+            f"expected a number of GPUs from 1 to 127, got {text!r}{where}"
         )
     return int(text)
 
@@ -209,7 +212,7 @@ def _cluster(text: str) -> tuple[int, int]:
     hosts, _, each = text.partition("x")
     if not (hosts.isdecimal() and each.isdecimal() and int(hosts) and 1 <= int(each) <= 127):
         raise argparse.ArgumentTypeError(
-            f"expected hosts x GPUs per host, up to 127, as in 8x8; found {text!r}"
+            f"expected hosts x GPUs per host, up to 127, as in 8x8; got {text!r}"
         )
     return int(hosts), int(each)
 
@@ -217,9 +220,7 @@ def _cluster(text: str) -> tuple[int, int]:
 def _seed(text: str) -> int:
     # The range of torch.manual_seed.
     if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(
-            f"expected a whole number from 0 to 2**63 - 1, found {text!r}"
-        )
+        raise argparse.ArgumentTypeError(f"expected an integer from 0 to 2**63 - 1, got {text!r}")
     return int(text)
 
 

@@ -93,10 +93,10 @@ def enable(
     """Make ``count`` virtual GPUs available as devices ``vgpu:0`` to ``vgpu:count-1``.
 
     ``gpu`` is the name of a preset in hardware.py (``vgpu.PRESETS``), or a GPUSpec.
-    ``memory_bytes`` overrides the preset's memory per GPU, and ``link``, a name in ``vgpu.LINKS``
-    or a Link, its link between GPUs. ``enable`` can be called again at any time; tensors stay on
-    the devices that remain. Raises ValueError for a count outside 1 to 127, an unknown preset, or
-    memory that isn't positive, and TypeError for a non-integer.
+    ``memory_bytes`` overrides the preset's memory per GPU. ``link``, a name in ``vgpu.LINKS`` or a
+    Link, overrides its link between GPUs. ``enable`` can be called again at any time; tensors stay
+    on the devices that remain. Raises ValueError for a count outside 1 to 127, an unknown preset,
+    or memory that isn't positive, and TypeError for a non-integer.
     """
     count = _to_int(count, "count", "such as 4")
     if not 1 <= count <= 127:
@@ -120,7 +120,7 @@ def _to_int(number: int, name: str, example: str) -> int:
     try:
         return operator.index(number)
     except TypeError:
-        raise TypeError(f"{name} must be a whole number, {example}; got {number!r}") from None
+        raise TypeError(f"{name} must be an integer, {example}; got {number!r}") from None
 
 
 def prepare() -> None:

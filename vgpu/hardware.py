@@ -2,7 +2,7 @@
 
 To add a GPU, link or network, add an entry to ``PRESETS``, ``LINKS`` or ``NETWORKS``; everything
 else reads it from there. The rates are the manufacturers' peaks, which no program reaches:
-``CostModel`` says what share of each it assumes.
+``CostModel`` says what fraction of each it assumes.
 """
 
 import math
@@ -38,10 +38,10 @@ def _check_numbers(described: Any) -> None:
 class Link:
     """A GPU's links to other GPUs or to its host, in one direction.
 
-    The rate of all of a GPU's links and the rate between two GPUs are separate figures. Since the
-    A100, NVSwitch lets any pair use all of both GPUs' links. In a DGX-1, the links are
-    point-to-point: a P100's four links lead to four neighbors; of a V100's six, at most two lead to
-    the same GPU, and some pairs have none.
+    A GPU's total rate over all of its links and its rate to a single other GPU are separate
+    numbers. Since the A100, NVSwitch lets any pair use all of both GPUs' links. In a DGX-1, the
+    links are point-to-point. A P100's four links lead to four neighbors. At most two of a V100's
+    six links lead to the same GPU, and some pairs have none.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Network:
-    """The adapters of one host, in one direction.
+    """The network adapters of one host, in one direction.
 
     Not modeled: oversubscribed switches, other jobs' traffic, and colliding routes. Because of
     these, clusters stay below what their adapters allow: the Ultra-Scale Playbook (2025) measured
@@ -166,7 +166,7 @@ GIB = 2**30
 class GPUSpec:
     """One GPU as PyTorch sees it (a K80 board holds two).
 
-    ``memory_bytes`` reads the datasheet's gigabytes as GiB, which is how boards are built, and
+    ``memory_bytes`` treats the datasheet's gigabytes as GiB, which is how boards are built, and
     ignores the few hundred MiB that the driver reserves.
 
     The FLOP/s for a dtype hold for dense matrices; None if the GPU's tensor cores don't support it.
@@ -326,12 +326,12 @@ def get_spec(gpu: str | GPUSpec) -> GPUSpec:
 
 
 def get_link(link: str | Link) -> Link:
-    """Do the same as ``get_spec`` for a link."""
+    """Like ``get_spec``, but for links."""
     return _get(Link, LINKS, link)
 
 
 def get_network(network: str | Network) -> Network:
-    """Do the same as ``get_spec`` for a network."""
+    """Like ``get_spec``, but for networks."""
     return _get(Network, NETWORKS, network)
 
 
@@ -350,7 +350,7 @@ def _get(kind: type[_Preset], presets: Mapping[str, _Preset], wanted: str | _Pre
 
 
 def _read(kind: type[_Preset], presets: Mapping[str, _Preset], path: Path) -> _Preset:
-    """Return the object whose fields a file has; ``like`` names a preset for the other fields."""
+    """Read an object from a file; ``like`` names a preset for the fields that the file lacks."""
     try:
         given: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
         base = vars(_get(kind, presets, given.pop("like"))) if "like" in given else {}
@@ -411,10 +411,11 @@ def product_seconds(
     more per FLOP. If there are too few tiles, each sum is split into parts (split-K), which are
     written as float32 and added.
 
-    ``arithmetic_s`` is the time with all multiprocessors busy from start to finish, ``read_s`` the
-    time to read the operands from memory. Sums must not be empty. Not modeled: multiple tiles at
-    once on a multiprocessor, thread block clusters, blocks that write one tile while they compute
-    the next (CUTLASS's ping-pong kernels on Hopper), and sizes that aren't a multiple of 16 bytes.
+    ``arithmetic_s`` is the time with all multiprocessors busy from start to finish, and ``read_s``
+    the time to read the operands from memory. Sums must not be empty. Not modeled: multiple tiles
+    at once on a multiprocessor, thread block clusters, blocks that write one tile while they
+    compute the next (CUTLASS's ping-pong kernels on Hopper), and sizes that aren't a multiple of 16
+    bytes.
 
     Source: NVIDIA, Matrix Multiplication Background User's Guide.
     """

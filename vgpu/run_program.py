@@ -45,9 +45,9 @@ class ProgramSettings:
     network: str = "InfiniBand NDR"
 
     def prepare(self) -> None:
-        """Enable the virtual GPUs, also in child processes.
+        """Enable the virtual GPUs in this process and in its children.
 
-        With ``cuda_is_vgpu``, ``cuda`` then means ``vgpu``.
+        With ``cuda_is_vgpu``, ``cuda`` means ``vgpu`` from then on.
         """
         enable(self.count, self.gpu, self.memory_bytes)
         if self.seed is not None:
@@ -143,7 +143,7 @@ def run_command(source: str, settings: ProgramSettings) -> None:
 
 
 def _put_first_in_path(folder: str) -> None:
-    """Put a folder where Python puts the script's, unless ``python -P`` turned that off."""
+    """Put a folder where Python puts the script's folder, unless ``python -P`` prevents that."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
@@ -210,8 +210,8 @@ def _run_main_again(path: str) -> None:
 def load_ipython_extension(shell: Any) -> None:
     """Run ``%load_ext vgpu``: from the next cell on, CUDA means virtual GPUs.
 
-    This includes packages that are imported from then on. Enables two virtual GPUs, or VGPU_COUNT,
-    unless ``vgpu.enable`` has been called.
+    This includes packages that are imported from then on. Unless ``vgpu.enable`` has been called,
+    enables VGPU_COUNT virtual GPUs, or two if that isn't set.
     """
     if not is_enabled():
         enable(int(os.environ.get("VGPU_COUNT", "2")))

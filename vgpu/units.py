@@ -22,12 +22,12 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", text, re.IGNORECASE)
     if match is None:
-        raise ValueError(f"expected a size such as 16GiB or 512MB, found {text!r}")
+        raise ValueError(f"expected a size such as 16GiB or 512MB, got {text!r}")
     number, prefix, binary = match.groups()
     power = "KMGT".index(prefix.upper()) + 1 if prefix else 0
     size_bytes = int(float(number) * (1024 if binary else 1000) ** power)
     if size_bytes < 1:
-        raise ValueError(f"expected at least one byte, found {text!r}")
+        raise ValueError(f"expected at least one byte, got {text!r}")
     return size_bytes
 
 

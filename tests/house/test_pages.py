@@ -45,7 +45,7 @@ def test_files_named_in_the_text_exist(path):
 
 def test_the_readmes_tree_matches_the_repository():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    tree = text.partition("## What is where\n\n```\n")[2].partition("```")[0]
+    tree = text.partition("## Repository layout\n\n```\n")[2].partition("```")[0]
     folder = ROOT
     for indent, name in re.findall(r"^( *)(\S+)", tree, re.MULTILINE):
         folder = ROOT / name if not indent else folder

@@ -69,7 +69,7 @@ def _leads_nowhere_else(root, readme):
     assert "docker build" in readme and "Binder" in readme and "## Teach with it" not in readme
     for wanted in ("Dockerfile", ".devcontainer/devcontainer.json", "binder/postBuild"):
         assert (root / wanted).is_file()
-    tree = readme.partition("## What is where\n\n```\n")[2].partition("```")[0]
+    tree = readme.partition("## Repository layout\n\n```\n")[2].partition("```")[0]
     places = [line.split()[0] for line in tree.splitlines() if not line.startswith(" ")]
     assert {"vgpu/", "helpers/"} <= set(places) and "  *.py " in tree
     assert all((root / place).exists() for place in places), places

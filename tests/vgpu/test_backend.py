@@ -146,8 +146,8 @@ def test_nonsensical_settings_are_rejected(arguments, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"count": 4.0}, r"count must be a whole number, such as 4; got 4\.0"),
-        ({"count": 1, "memory_bytes": "16GiB"}, "memory_bytes must be a whole number.*'16GiB'"),
+        ({"count": 4.0}, r"count must be an integer, such as 4; got 4\.0"),
+        ({"count": 1, "memory_bytes": "16GiB"}, "memory_bytes must be an integer.*'16GiB'"),
     ],
 )
 def test_a_non_integer_is_rejected_and_changes_nothing(arguments, words):

@@ -77,5 +77,5 @@ def test_the_cluster_option_rejects_invalid_clusters(capsys, text):
     with pytest.raises(SystemExit) as stopped:
         parser().parse_args(["--cluster", text, "script.py"])
     assert stopped.value.code == 2
-    expected = f"expected hosts x GPUs per host, up to 127, as in 8x8; found '{text}'"
+    expected = f"expected hosts x GPUs per host, up to 127, as in 8x8; got '{text}'"
     assert expected in capsys.readouterr().err

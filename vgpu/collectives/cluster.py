@@ -21,7 +21,7 @@ from vgpu.time import recording
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Hosts with the same number of GPUs of one model; ranks are numbered host by host."""
+    """Hosts with the same number and model of GPUs each; ranks are numbered host by host."""
 
     hosts: int
     gpus_per_host: int
@@ -73,8 +73,8 @@ def cluster(
             raise ValueError(f"{name} must be at least 1, got {value}")
     if not 0 <= rank < hosts * gpus_per_host:
         raise ValueError(
-            f"rank must be 0 to {hosts * gpus_per_host - 1} for {hosts} hosts with {gpus_per_host} "
-            f"GPUs each, got {rank}"
+            f"rank must be from 0 to {hosts * gpus_per_host - 1} for {hosts} hosts with "
+            f"{gpus_per_host} GPUs each, got {rank}"
         )
     if dist.is_initialized():
         raise RuntimeError(

@@ -69,7 +69,7 @@ def _run(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     call = table.read_call(func, args, kwargs)
     if process_groups.ranks_are_absent:
         raise RuntimeError(
-            f"{call.name} of a tensor with values, but the other ranks of this virtual cluster "
+            f"{call.name} got a tensor with values, but the other ranks of this virtual cluster "
             "don't exist and so have no values: create the tensor, or move it to its GPU, in a "
             "vgpu.shapes_only() block"
         )
@@ -221,7 +221,7 @@ def _run_fsdp(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _refuse(func: Operator, *args: Any) -> NoReturn:
-    """Reject a c10d operator that isn't in the table; it would run as if it were a kernel."""
+    """Reject a c10d operator that isn't in the table; otherwise, it would run as a kernel."""
     raise NotImplementedError(
         f"{func._schema.name} is not supported on virtual GPUs: call it with tensors on the CPU, "
         "or use one of "
@@ -246,7 +246,7 @@ def _run_shapes(func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode) ->
     gpu = next(filter(None, map(gpu_of, tensors_in(args))), None)
     if gpu is None:
         raise RuntimeError(
-            f"{call.name} of a tensor on the host, but a virtual cluster's groups only connect "
+            f"{call.name} got a tensor on the host, but a virtual cluster's groups connect only "
             "GPUs, as NCCL's do: move the tensor to the rank's GPU"
         )
     table.check(call)

@@ -4,8 +4,8 @@ Real ranks, virtual clusters, collective counters, the simulator, hang reports a
 table; the checks are in calls.py. To add a collective, add a row.
 
 Sizes are defined as in nccl-tests (doc/PERFORMANCE.md): the size of the full tensor, which is the
-gathered tensor for ``all_gather``, the tensor before scattering for ``reduce_scatter``, and one
-GPU's tensor for ``all_to_all``; for a ``permute``, it's what each GPU sends.
+gathered tensor for ``all_gather``, the tensor before scattering for ``reduce_scatter``, one GPU's
+tensor for ``all_to_all``, and what each GPU sends for ``permute``.
 
 The time formulas are the usual ones, with a latency per step and a bandwidth for the bytes
 (Hockney, 1994), for the algorithms that NCCL uses for large messages: rings, and trees for an

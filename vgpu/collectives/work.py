@@ -173,7 +173,7 @@ class _PythonWork:
 
 
 class _Work(_PythonWork, PythonCallbackWork):
-    """The work that an operator of c10d returns.
+    """The work that a c10d operator returns.
 
     C++ may keep the work and wait for it after its Python object is gone. If C++ asks for a future,
     it gets a C++ one, which completes once somebody waits.

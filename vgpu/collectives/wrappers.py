@@ -233,7 +233,7 @@ def _refuse_symmetric_memory(module: ModuleType, changes: Changes) -> None:
 
 
 def _refusing_virtual(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of symmetric memory that takes a device or a tensor."""
+    """Wrap a symmetric-memory function that takes a device or a tensor."""
 
     @functools.wraps(plain)
     def refusing(*args: Any, **kwargs: Any) -> Any:

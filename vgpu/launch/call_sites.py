@@ -89,7 +89,7 @@ class RankState:
     """"is starting", "runs", "has returned" or, for a stopped process, "is stopped"."""
     call_site: CallSite | None = None
     call: str = ""
-    """The function of torch.distributed, or the part of DDP or autograd, that the rank is in."""
+    """The torch.distributed function, or the part of DDP or autograd, that the rank is in."""
     waits: bool = False
     """Whether the rank's main thread can do nothing but wait for other ranks."""
     collectives: list[CollectiveRecord] = field(default_factory=list)
@@ -231,7 +231,7 @@ def _stack(thread: int) -> list[_Frame]:
 def _outermost_call(
     stack: list[_Frame], call_site: CallSite | None, thread: int
 ) -> tuple[str, bool]:
-    """Return what the user's line called, and whether that's a function of torch.distributed.
+    """Return what the user's line called, and whether that's a torch.distributed function.
 
     This is the outermost function called from that line that may have to wait for other ranks.
     """

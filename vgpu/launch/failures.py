@@ -39,7 +39,7 @@ class RankRaised(LaunchError):
 
 
 class RankDied(LaunchError):
-    """A rank's process ended without an exception, by a signal or with an exit code."""
+    """A rank's process was killed by a signal, or exited without raising an exception."""
 
 
 class RanksHung(LaunchError):

@@ -32,7 +32,7 @@ _main_lock = threading.Lock()
 
 
 def warm_up() -> None:
-    """Start importing torch for the ranks in the background, so that the first run starts at once.
+    """Start importing torch for the ranks in the background, so the first run doesn't have to wait.
 
     Returns immediately. Does nothing where the system has no forkserver (Windows).
     """

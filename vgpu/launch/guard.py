@@ -1,4 +1,4 @@
-"""A guard process that kills all of a process's descendants when it exits.
+"""A guard process that kills all descendants of a process when that process exits.
 
 A daemon starts its own session and forks twice, so it's in none of our process groups or lists of
 children, and as an orphan it's reparented to init. Linux lets a process adopt such orphans

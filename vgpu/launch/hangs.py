@@ -21,7 +21,7 @@ def explain(states: Sequence[RankState | None], name_file: Callable[[str], str])
 
 
 def is_deadlock(states: Sequence[RankState | None], within_s: float = float("inf")) -> bool:
-    """Whether no rank can ever continue: each waits for one that returned, is stopped, or waits.
+    """Whether no rank can ever continue: each waits for one that returned, is stopped or waits too.
 
     It considers collectives, for which the flight recorder knows who has arrived, blocking ``send``
     and ``recv``, and ``new_group``. The answer is certain if no rank made progress while the states

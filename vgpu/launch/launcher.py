@@ -161,23 +161,23 @@ def _check(
     if not callable(function):
         raise TypeError(
             "launch.run's first argument must be a function, as in launch.run(train, 2); "
-            f"found {function!r}."
+            f"got {function!r}."
         )
     if not isinstance(nprocs, int) or isinstance(nprocs, bool):
         kind = type(nprocs).__name__
-        raise TypeError(f"the number of ranks must be an int; found {nprocs!r} ({kind}).")
+        raise TypeError(f"the number of ranks must be an int; got {nprocs!r} ({kind}).")
     most = RANKS_PER_CORE * cores()
     if nprocs < 1:
-        raise ValueError(f"launch.run needs at least 1 rank; found {nprocs}.")
+        raise ValueError(f"launch.run needs at least 1 rank; got {nprocs}.")
     if nprocs > most:
         raise ValueError(
             f"{nprocs} ranks are too many for {cores()} cores: every rank is a process "
             f"with its own memory. Use at most {most} here ({RANKS_PER_CORE} per core)."
         )
     if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
-        raise ValueError(f"timeout_s must be a positive number of seconds; found {timeout_s!r}.")
+        raise ValueError(f"timeout_s must be a positive number of seconds; got {timeout_s!r}.")
     if output not in ("live", "by rank"):
-        raise ValueError(f'output must be "live" or "by rank"; found {output!r}.')
+        raise ValueError(f'output must be "live" or "by rank"; got {output!r}.')
     try:
         parameters = signature(function)
     except ValueError:
@@ -208,7 +208,7 @@ def _virtual_gpus(
     capacity_bytes = spec.memory_bytes if memory_bytes is None else memory_bytes
     if not isinstance(capacity_bytes, int) or capacity_bytes <= 0:
         raise ValueError(
-            f"memory_bytes must be a positive integer, such as 16 * 2**30; found {memory_bytes!r}."
+            f"memory_bytes must be a positive integer, such as 16 * 2**30; got {memory_bytes!r}."
         )
     real = real_gpus_for(nprocs) and os.environ.get("VGPU_DEVICES") != "vgpu"
     return None if real else (spec, capacity_bytes)

@@ -82,8 +82,8 @@ _EXPERTS = {
     "ranks_per_token": (
         "ranks_per_token",
         int,
-        "maximum number of ep ranks that hold a token's experts; the token is sent to each rank "
-        "once (default: no limit; it's sent once per expert)",
+        "maximum number of ep ranks that hold a token's experts; the token is sent once to each "
+        "of them (default: no limit; it's sent once per expert)",
     ),
 }
 _LAYOUT = {
@@ -91,7 +91,7 @@ _LAYOUT = {
     "dp_shard": "ranks across which FSDP2 shards a replica's parameters",
     "tp": "neighboring ranks that split each layer: tensor parallelism",
     "pp": "pipeline ranks (each has --chunks stages); embedding and output each count as a layer",
-    "ep": "expert parallelism: how many dp-shard and context ranks hold different experts",
+    "ep": "neighboring dp-shard and context ranks that hold different experts: expert parallelism",
     "cp": "ranks that split each sequence: context parallelism",
 }
 _ALSO = {"cp": ["--context"]}
@@ -107,7 +107,7 @@ _COUNTS = {
     "micro_batches": "micro-batches per batch in a pipeline (default: the value of --pp)",
 }
 _SEARCH = {
-    "hosts": "hosts in the cluster, instead of a layout",
+    "hosts": "hosts in the cluster; use this in place of a layout",
     "sequences": "maximum number of sequences per step, across all GPUs",
 }
 _COSTS = ("arithmetic_share", "fuses", "async_tp")
@@ -134,8 +134,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--model", choices=MODELS, help="a size of Llama 3.1 or Mixtral (default: 8B)"
     )
-    _add_counts(result, "sizes, if they differ from the model's", _SIZES)
-    experts = result.add_argument_group("experts, if they differ from the model's")
+    _add_counts(result, "sizes that override the model's", _SIZES)
+    experts = result.add_argument_group("experts (each option overrides the model's)")
     for name, (_, kind, text) in _EXPERTS.items():
         metavar = "N" if kind is int else "X"
         experts.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
@@ -146,8 +146,9 @@ def parser() -> argparse.ArgumentParser:
     step.add_argument(
         "--recompute",
         choices=RECOMPUTE,
-        help="what the backward pass recomputes (activation checkpointing): nothing, everything "
-        f"but attention and every second matmul, or everything (default: {Plan.recompute})",
+        help="what the backward pass recomputes (activation checkpointing): none, selective "
+        "(everything but attention and every second matmul), or full "
+        f"(default: {Plan.recompute})",
     )
     step.add_argument(
         "--reshard-after-forward",
@@ -186,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
         "--gpu",
         metavar="NAME",
         help=f"GPU model: {', '.join(vgpu.PRESETS)} (default: {Plan.gpu}), or FILE.toml with "
-        "fields of vgpu.GPUSpec; in it, like = NAME takes the other fields from a preset",
+        "fields of vgpu.GPUSpec; there, like = NAME takes missing fields from a preset",
     )
     step.add_argument(
         "--network",
@@ -212,7 +213,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print the fastest plans that fit; pipelines aren't tried",
     )
-    serve_group = _add_counts(result, "plan a server for the model instead of its training", _SERVE)
+    serve_group = _add_counts(result, "plan a server for the model, not a training run", _SERVE)
     serve_group.add_argument(
         "--serve",
         action="store_true",
@@ -321,7 +322,7 @@ def _refuse(names: Iterable[str], given: dict[str, Any], why: str) -> None:
 
 
 def report(step: Step) -> str:
-    """Return a text about the plan, whether it fits, and where its bytes and seconds go."""
+    """Return a report on the plan: whether it fits, and where its bytes and seconds go."""
     plan = step.plan
     head = (
         f"{plan.layout} on {plan.layout.ranks} {plan.spec.name.removeprefix('Virtual ')}, "
@@ -392,8 +393,8 @@ def remedies(step: Step, costs: dict[str, Any]) -> str:
             ]
             return str(Table(("what would fit", "reserved", "tokens/s per GPU"), table))
     return (
-        "No change that was tried makes it fit: smaller batches, more sharding, recomputation, "
-        "resharding after forward. Use more GPUs."
+        "None of the changes that were tried makes it fit: smaller batches, more sharding, "
+        "recomputation, resharding after forward. Use more GPUs."
     )
 
 

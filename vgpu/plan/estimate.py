@@ -13,10 +13,10 @@ They're plain arithmetic on the sizes of a Llama-style transformer. A mesh has f
   gradients are reduced in float32 during the last backward. The ``context`` ranks hold the same
   parameters, so they belong to these groups, too.
 
-In each dimension, the slowest group counts, since the others wait for it: for example, a group that
-spans hosts while others are within one host. Times come from a ``CostModel``. Not modeled:
-embedding and loss, norms, activation memory, recomputation, launches, dimensions that use a link at
-the same time, and differences between stages.
+In each dimension, the slowest group sets the time, since the others wait for it: for example, a
+group that spans hosts while others are within one host. Times come from a ``CostModel``. Not
+modeled: embedding and loss, norms, activation memory, recomputation, launches, dimensions that
+share a link, and differences between stages.
 """
 
 import itertools
@@ -45,10 +45,10 @@ def flop_per_token(sizes: TransformerSizes, sequence: int) -> int:
 def kept_bytes(sizes: TransformerSizes, tokens: int, recompute: str = "full") -> int:
     """Return the minimum number of bytes that a block keeps for its backward pass, in bfloat16.
 
-    A block keeps its input; with "selective", also queries, values, the output of the gate's matmul
-    and that of attention; with "none", also the inputs or outputs of its norms, matmuls and
-    attention. ``tokens`` is the number on one rank or, if the ``tp`` ranks share the bytes, on all
-    of them.
+    A block keeps its input. With "selective", it also keeps queries, values, and the outputs of the
+    gate's matmul and of attention; with "none", also the inputs or outputs of its norms, matmuls
+    and attention. ``tokens`` is the number on one rank or, if the ``tp`` ranks share the bytes, on
+    all of them.
     """
     narrow = sizes.key_value_width
     numbers = {
@@ -73,11 +73,10 @@ def least_bytes(
 ) -> int:
     """Return the minimum number of bytes that a rank holds when its backward pass starts.
 
-    The rank holds its part of the parameters and of Adam's two moments in float32. It also holds
-    its part, among the ``tp`` ranks, of what each block keeps, of three float32 tensors of the
-    logits' size (their log-softmax, its gradient, and the logits' gradient), and with
-    ``gathered_once``, of the blocks' parameters in bfloat16. ``tokens`` is the number on all ``tp``
-    ranks together.
+    The rank holds its part of the parameters and of Adam's two moments in float32. The ``tp`` ranks
+    also share what each block keeps, three float32 tensors of the logits' size (their log-softmax,
+    its gradient, and the logits' gradient) and, with ``gathered_once``, the blocks' parameters in
+    bfloat16. ``tokens`` is the number on all ``tp`` ranks together.
     """
     state = 12 * sizes.parameters // dp_shard
     kept = sizes.layers * kept_bytes(sizes, tokens, recompute)
@@ -164,7 +163,7 @@ def mesh_step(
         return sent_bytes, cost.group_time_s(name, size_bytes, ranks)
 
     def message(size_bytes: float, pairs: Iterable[tuple[int, int]]) -> tuple[float, float]:
-        """Return bytes and seconds if all neighbors send at once, with the slowest pair's time."""
+        """Return the bytes, and the slowest pair's seconds, if all neighbors send at once."""
         return size_bytes, max(cost.group_time_s("send", size_bytes, pair) for pair in pairs)
 
     # What each GPU sends in each dimension: how often, the bytes and seconds each time, and the

@@ -1,10 +1,10 @@
 """Experts that replace a block's feed-forward layer; each token goes through a few of them.
 
-A router picks ``per_token`` experts for each token. The experts have equally many slots, according
-to ``capacity``; tokens are sorted into the slots, and dropped if an expert has none left. Each of
-SwiGLU's three matmuls is batched over the experts. A capacity of 1 costs as much as dropless
-training with balanced experts; a larger one, as much as if the busiest expert had that many times
-the mean load.
+A router picks ``per_token`` experts for each token. All experts have the same number of slots,
+which follows from ``capacity``. Tokens are sorted into the slots, and dropped if an expert has none
+left. Each of SwiGLU's three matmuls is batched over the experts. A capacity of 1 costs as much as
+dropless training with balanced experts; a larger one, as much as if the busiest expert had that
+many times the mean load.
 
 With expert parallelism, each rank has some of the experts, and slots are sent to their ranks and
 back (all-to-all), forward and backward; as in GShard, each token is sent once per expert. With
@@ -54,8 +54,7 @@ class ExpertSizes:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(
-                    f"{name} of the experts must be a whole number of at least {least}, got "
-                    f"{value!r}"
+                    f"{name} of the experts must be an integer of at least {least}, got {value!r}"
                 )
         if self.per_token > self.count:
             raise ValueError(

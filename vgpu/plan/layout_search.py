@@ -4,9 +4,9 @@ Each plan is recorded with a few layers and extrapolated. For Llama 70B, that ma
 model's time and allocated bytes to within 0.01% wherever both were computed. Reserved memory grows
 in jumps and can't be extrapolated, so the best plans are also predicted in full.
 
-Layouts are independent, so multiple processes try them at once. The processes are forked from the
-forkserver of ``launch.run``, which has already imported torch, so this also works in a notebook,
-and in a script without ``if __name__ == "__main__"``.
+Layouts are independent, so multiple processes try them in parallel. The processes are forked from
+the forkserver of ``launch.run``, which has already imported torch, so this also works in a
+notebook, and in a script without ``if __name__ == "__main__"``.
 """
 
 import dataclasses
@@ -125,7 +125,7 @@ def search(
     and memory allow; it doesn't affect the result. ``costs`` are as for ``predict``. The ``tp``
     ranks are neighbors within one host; neither gradient accumulation nor pipelines are tried.
     Raises ValueError for a plan with a pipeline, for fewer than one process, and for fewer
-    sequences than any layout takes. Raises RuntimeError if a process dies.
+    sequences than any layout needs. Raises RuntimeError if a process dies.
     """
     for name, count in (("sequences", sequences), ("processes", processes)):
         if count is not None:
@@ -140,7 +140,7 @@ def search(
     if not candidates:
         least = min(other.layout.dp for other in _plans(plan, None))
         raise ValueError(
-            f"no layout of {plan.layout.ranks} GPUs takes as few as {sequences} sequences per "
+            f"no layout of {plan.layout.ranks} GPUs works with only {sequences} sequences per "
             f"step: use at least {least}, one per data-parallel rank"
         )
     for one in candidates:
@@ -261,7 +261,7 @@ def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, A
 
 
 def _confirm(result: SearchResult, costs: dict[str, Any], processes: int, bar: Any) -> None:
-    """Predict plans in full, the two fastest at once, until the fastest one fits."""
+    """Predict plans in full, the two fastest in parallel, until the fastest one fits."""
     while (best := result.best) and best[0].step is None:
         unsure = [one for one in best[:2] if one.step is None]
         bar.total += len(unsure)
@@ -336,8 +336,8 @@ def _computed(
         except BrokenProcessPool as error:
             raise RuntimeError(
                 "a worker process died while predicting plans, perhaps for lack of memory "
-                f"({format_bytes(psutil.virtual_memory().available)} are free now): with "
-                "processes=1, this process predicts all plans itself"
+                f"({format_bytes(psutil.virtual_memory().available)} are free now): pass "
+                "processes=1 to predict all plans in this process"
             ) from error
         except BaseException:
             writer.close()  # so that all workers exit

@@ -1,8 +1,8 @@
 """Megatron-LM's layers, on one rank of a tensor-parallel group.
 
 They match NVIDIA/Megatron-LM at the time of Narayanan et al., 2021, and Korthikanti et al., 2022.
-Activations are (sequence, micro-batch, width), so heads are views; queries, keys and values come
-from one matmul; the mask is part of the softmax kernel and costs nothing here; dropout follows the
+Activations are (sequence, micro-batch, width), so heads are views. Queries, keys and values come
+from one matmul. The mask is part of the softmax kernel and costs nothing here. Dropout follows the
 softmax and both halves of a layer. With sequence parallelism, a column-parallel matmul saves only
 its own part of the input, and gathers the other parts again in the backward pass, while the input's
 gradient is computed. Options cover later versions: fused attention, grouped-query attention,

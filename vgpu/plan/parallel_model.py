@@ -153,8 +153,8 @@ def attention_context(mesh: DeviceMesh | None) -> Iterator[None]:
     """Provide a context for forward and backward in which a mesh's ranks share each sequence.
 
     This is PyTorch's context parallelism: each rank has a chunk from the first half of a sequence
-    and the mirrored chunk from its second half, so all do the same amount of work in attention;
-    keys and values are gathered, and their gradients travel around a ring.
+    and the mirrored chunk from its second half, so all do the same amount of work in attention.
+    Keys and values are gathered, and their gradients travel around a ring.
     """
     if mesh is None:
         yield

@@ -316,7 +316,7 @@ class _Recordings(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PipelineStep(Step):
-    """A step of all pipeline ranks, each a device in the timeline; bytes are the fullest rank's."""
+    """A step of all pipeline ranks (the timeline's devices), and the fullest rank's bytes."""
 
     stage: int
     """The fullest rank's position in the pipeline."""

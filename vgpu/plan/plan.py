@@ -78,12 +78,13 @@ class Plan:
         ranks, each = self.layout.ranks, self.gpus_per_host
         if ranks > MOST_RANKS:
             raise ValueError(
-                f"{ranks:,} ranks ({self.layout}) are too many: a plan takes at most {MOST_RANKS:,}"
+                f"{ranks:,} ranks ({self.layout}) are too many: a plan can have at most "
+                f"{MOST_RANKS:,}"
             )
         if self.sizes.layers > MOST_LAYERS:
             raise ValueError(
-                f"{self.sizes.layers:,} layers are too many: a plan takes at most {MOST_LAYERS:,}, "
-                "since all layers are identical"
+                f"{self.sizes.layers:,} layers are too many: a plan can have at most "
+                f"{MOST_LAYERS:,}, since all layers are identical"
             )
         if ranks > each and ranks % each:
             raise ValueError(
@@ -151,7 +152,8 @@ class Plan:
         count = self.micro_batches or self.layout.pp
         if count > MOST_MICRO_BATCHES:
             raise ValueError(
-                f"{count:,} micro-batches are too many: a plan takes at most {MOST_MICRO_BATCHES:,}"
+                f"{count:,} micro-batches are too many: a plan can have at most "
+                f"{MOST_MICRO_BATCHES:,}"
             )
         if self.batch % count:
             raise ValueError(
@@ -222,7 +224,7 @@ class Plan:
 
 @contextmanager
 def on_cluster(plan: Plan, rank: int = 0) -> Iterator[vgpu.Cluster]:
-    """Make this process a rank of the plan's cluster in the block, where tensors are shapes."""
+    """In the block, make this process a rank of the plan's cluster; tensors have no values."""
     cluster = vgpu.cluster(
         plan.hosts,
         min(plan.gpus_per_host, plan.layout.ranks),

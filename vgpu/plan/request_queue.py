@@ -111,7 +111,7 @@ def simulate_queue(
     """
     if server.pp > 1:
         raise ValueError(
-            f"simulate_queue takes a server with one stage, got pp={server.pp}: with more, "
+            f"simulate_queue supports only servers with one stage, got pp={server.pp}: with more, "
             "multiple groups would be in flight at once"
         )
     check_count("most_sequences", most_sequences)
@@ -166,7 +166,7 @@ def _check(tokens: list[int], generations: Sequence[Generation]) -> None:
                 what = "generates one token per step"
             raise ValueError(
                 f"the schedule returned {n!r} tokens for sequence {place}, which {what}: it "
-                f"must return a whole number from 0 to {most}"
+                f"must return an integer from 0 to {most}"
             )
     if not any(tokens):
         raise ValueError(

@@ -24,7 +24,7 @@ from vgpu.time.costs import BFLOAT16, FLOAT8, Workload
 from vgpu.units import format_bytes, format_seconds
 
 BITS = (8, 16)
-"""Bits of a weight or a cached element: float8 or bfloat16."""
+"""Bits per weight or cached element: 8 for float8, 16 for bfloat16."""
 
 _ACTIVATION_BYTES = 2  # per element of hidden states, embedding and output: bfloat16
 
@@ -58,7 +58,7 @@ class Server:
     usable_memory: float = 0.9
     """The fraction of a GPU's memory for weights and cache (vLLM's gpu_memory_utilization)."""
     cost: CostModel = DEFAULT_COST
-    """The GPU, its links and network, and the shares of their peaks that are reached."""
+    """The GPU, its links and network, and the fractions of their peaks that are reached."""
     _products: dict[tuple[int, ...], float] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -75,8 +75,8 @@ class Server:
             raise ValueError(f"usable_memory must be in (0, 1], got {self.usable_memory!r}")
         if self.weight_bits == 8 and self.cost.spec.fp8_flop_per_s is None:
             raise ValueError(
-                f"{self.cost.spec.name} has no float8 arithmetic: use weight_bits=16, or a GPU "
-                "such as the H100"
+                f"{self.cost.spec.name} can't multiply float8 tensors: use weight_bits=16, or a "
+                "GPU such as the H100"
             )
         sizes, tp = self.sizes, self.tp
         heads = {"heads": sizes.heads, "feed-forward width": sizes.feed_forward}
@@ -271,7 +271,7 @@ class Server:
 
 
 def report(server: Server, prompt: int, output: int) -> str:
-    """Return a text about whether the server fits and, by batch size, how long tokens take.
+    """Return a report on whether the server fits and, by batch size, how long tokens take.
 
     ``prompt`` and ``output`` are tokens per request.
     """
@@ -290,7 +290,7 @@ def report(server: Server, prompt: int, output: int) -> str:
     if not most:
         need = f"a sequence of {tokens:,} tokens"
         more = "Use more GPUs, or 8 bits for weights and cache."
-        return f"{head}\n\n{bytes_table}\n\nIt does not fit: no room for {need}. {more}"
+        return f"{head}\n\n{bytes_table}\n\nIt does not fit: there is no room for {need}. {more}"
     batches = [2**k for k in range(most.bit_length()) if server.pp <= 2**k < most] + [most]
     times = []
     for batch in batches:
@@ -307,8 +307,8 @@ def report(server: Server, prompt: int, output: int) -> str:
         [
             head,
             bytes_table,
-            f"It fits. A prompt takes {format_seconds(server.prefill_s(prompt))} until its first "
-            "output token.",
+            "It fits. Processing a prompt and generating the first output token takes "
+            f"{format_seconds(server.prefill_s(prompt))}.",
             str(Table(header, times)),
             f"{sizes.parameters / 1e9:.1f} billion parameters. Virtual time, predicted by a cost "
             "model.",

@@ -14,7 +14,7 @@ from vgpu.plan.experts import Experts, ExpertSizes
 def check_count(name: str, value: object) -> None:
     """Raise ValueError unless the value is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be a whole number, got {value!r}")
+        raise ValueError(f"{name} must be an integer, got {value!r}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
@@ -175,7 +175,7 @@ LETTERS = TransformerSizes(2, 128, 4, 4, 256, 96, sequence=64, rotary_base=20.0)
 
 
 class Transformer(nn.Module):
-    """A Llama-style decoder-only transformer, small enough to train here or with shapes only.
+    """A Llama-style decoder-only transformer, to train at small sizes or to run on shapes.
 
     It takes (B, S) integers and returns (B, S, vocabulary) logits. It has a norm before each
     attention and feed-forward layer, grouped-query attention, and no biases; the rest depends on
@@ -326,7 +326,7 @@ class CausalAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, 2020), where one matmul's output gates another; or GELU, without a gate."""
+    """SwiGLU (Shazeer, 2020), where one matmul's output gates another's, or GELU with no gate."""
 
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()

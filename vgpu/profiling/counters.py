@@ -24,8 +24,8 @@ from vgpu.collectives.calls import Call
 class EagerDispatchMode(TorchDispatchMode):
     """A dispatch mode that doesn't import the compiler.
 
-    By default, torch guards a mode against compilation. For that, the first call imports all of
-    torch._dynamo, which takes seconds.
+    By default, torch guards a mode against compilation. To do so, it imports all of torch._dynamo
+    on the first call, which takes seconds.
     """
 
     @classmethod
@@ -182,9 +182,9 @@ def count_collectives(
 def count_collectives_on_gpu(
     rank: int, world_size: int, function: Callable[..., Any], *args: Any
 ) -> tuple[Any, CollectiveCalls]:
-    """Do the same on a rank with a GPU; raise TypeError for a collective on CPU tensors.
+    """Like ``count_collectives``, but raise TypeError for a collective on CPU tensors.
 
-    NCCL requires a collective's tensors to be on the rank's GPU; the same holds for virtual GPUs.
+    NCCL requires a collective's tensors to be on the rank's GPU, and so do virtual GPUs.
     """
     with _InputCounter(own_gpu()) as counter:
         result = function(rank, world_size, *args)
@@ -192,7 +192,7 @@ def count_collectives_on_gpu(
 
 
 MAKE_IT_ON_THE_GPU = (
-    "create it there, with device=..., or with new_tensor or new_empty of a tensor there"
+    "create it there, with device=..., or by calling new_tensor or new_empty on a tensor there"
 )
 
 

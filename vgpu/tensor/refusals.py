@@ -43,8 +43,8 @@ _SYMMETRIC = (
     "call the collective, such as torch.distributed.all_gather_into_tensor, and then torch.matmul"
 )
 _STORAGE = (
-    "a storage alone cannot be created on or moved to a virtual GPU: create a tensor there, such as "
-    "torch.empty(n, dtype=torch.uint8, device='vgpu:0')"
+    "a storage alone cannot be created on or moved to a virtual GPU: create a tensor there, such "
+    "as torch.empty(n, dtype=torch.uint8, device='vgpu:0')"
 )
 
 # Operators that create an unsupported kind of tensor, or that need a CUDA or CPU kernel.
@@ -154,7 +154,7 @@ def new_untyped_storage(
 
 
 def make_dual(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``torch.autograd.forward_ad.make_dual``, which C++ doesn't support for virtual tensors."""
+    """Wrap ``forward_ad.make_dual``, which C++ doesn't support for virtual tensors."""
 
     @functools.wraps(plain)
     def make_dual(tensor: torch.Tensor, tangent: torch.Tensor, *, level: int | None = None) -> Any:
@@ -180,7 +180,7 @@ _IN_PLACE = torch._C.DispatchKey.ADInplaceOrView
 
 
 def refuse_tangents(values: Iterable[object]) -> None:
-    """Raise an error if a CPU tensor with a tangent is moved to a virtual GPU: C++ would crash later.
+    """Raise an error if a CPU tensor with a tangent is moved to a GPU: C++ would crash later.
 
     The tangents of torch.func.jvp aren't visible here, so nothing can be moved inside it.
     """
@@ -205,7 +205,7 @@ _BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 
 
 def refuse_mixed_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """Raise RuntimeError if ``func`` is a norm that mixes dtypes in a way that no CUDA kernel supports."""
+    """Raise RuntimeError if ``func`` is a norm of mixed dtypes that no CUDA kernel supports."""
     if func is _LAYER_NORM:
         _refuse_mixed_layer_norm(func, args, kwargs)
     elif func is _BATCH_NORM_BACKWARD:

@@ -180,9 +180,7 @@ class CostModel:
         for name, least in _COUNTS.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
-                raise ValueError(
-                    f"{name} must be a whole number of at least {least}, got {value!r}"
-                )
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
         spread = self.speed_spread
         _check("speed_spread", spread, "at least 0 and below 1", lambda share: 0 <= share < 1)
         if self.collective_processors >= self.spec.multi_processor_count:

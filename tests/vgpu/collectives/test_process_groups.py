@@ -287,7 +287,7 @@ def test_the_error_for_a_hang_names_the_collective():
     [
         ({"gpu": "Z9"}, "no GPU preset 'Z9'"),
         ({"memory_bytes": 5}, "also pass gpu"),
-        ({"gpu": "V100", "memory_bytes": 0}, "must be a positive integer.*; found 0"),
+        ({"gpu": "V100", "memory_bytes": 0}, "must be a positive integer.*; got 0"),
     ],
 )
 def test_launch_rejects_invalid_gpu_options(options, phrase):

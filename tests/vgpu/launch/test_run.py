@@ -195,11 +195,11 @@ def test_each_rank_has_its_own_random_numbers():
 @pytest.mark.parametrize(
     ("nprocs", "error", "phrase"),
     [
-        (0, ValueError, "at least 1 rank; found 0"),
-        (-2, ValueError, "at least 1 rank; found -2"),
-        (2.0, TypeError, r"must be an int; found 2.0 \(float\)"),
-        (True, TypeError, r"must be an int; found True \(bool\)"),
-        ("2", TypeError, r"must be an int; found '2' \(str\)"),
+        (0, ValueError, "at least 1 rank; got 0"),
+        (-2, ValueError, "at least 1 rank; got -2"),
+        (2.0, TypeError, r"must be an int; got 2.0 \(float\)"),
+        (True, TypeError, r"must be an int; got True \(bool\)"),
+        ("2", TypeError, r"must be an int; got '2' \(str\)"),
         (100_000, ValueError, "100000 ranks are too many for .* cores.*Use at most"),
     ],
 )
@@ -215,7 +215,7 @@ def test_run_rejects_other_impossible_arguments():
         launch.run(4, print)
     with pytest.raises(ValueError, match="timeout_s must be a positive number"):
         launch.run(print, 2, timeout_s=0)
-    with pytest.raises(ValueError, match='output must be "live" or "by rank"; found \'quiet\''):
+    with pytest.raises(ValueError, match='output must be "live" or "by rank"; got \'quiet\''):
         launch.run(print, 2, output="quiet")
 
 

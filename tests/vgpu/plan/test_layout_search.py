@@ -200,7 +200,7 @@ def test_the_command_prints_the_best_plans_and_why_others_were_ruled_out(capsys)
         # At most two ranks share a layer, so four hosts have different samples.
         (
             ["--search", "--hosts", "4", "--sequences", "3"],
-            "no layout of 8 GPUs takes as few as 3 sequences per step: use at least 4",
+            "no layout of 8 GPUs works with only 3 sequences per step: use at least 4",
         ),
     ):
         with pytest.raises(SystemExit):

@@ -79,7 +79,7 @@ def test_recomputation_takes_less_memory_and_more_time(how):
         ),
         ({"recompute": "some"}, "one of none, selective, full, got 'some'"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
-        ({"batch": 1.5}, "batch must be a whole number, got 1.5"),
+        ({"batch": 1.5}, "batch must be an integer, got 1.5"),
         ({"sizes": dataclasses.replace(SMALL, layers=0)}, "layers must be at least 1, got 0"),
         (
             {"sizes": dataclasses.replace(SMALL, width=260)},
@@ -97,7 +97,7 @@ def test_recomputation_takes_less_memory_and_more_time(how):
         ({"sizes": dataclasses.replace(SMALL, layers=10_000)}, "10,000 layers .* at most 1,024"),
         (
             {"layout": Layout(pp=2), "batch": 10_000, "micro_batches": 10_000},
-            "10,000 micro-batches are too many: a plan takes at most 4,096",
+            "10,000 micro-batches are too many: a plan can have at most 4,096",
         ),
     ],
 )
@@ -213,8 +213,8 @@ def test_the_command_advises_gathering_again_if_that_would_fit(recompute, advice
         ("--width 260", "a width of 260 can't be divided into 8 heads"),
         ("--layers 0", "layers must be at least 1, got 0"),
         ("--dp-shard 0", "dp_shard must be at least 1, got 0"),
-        ("--dp-shard 100000", f"too many: a plan takes at most {MOST_RANKS:,}"),
-        ("--search --hosts 100000", f"too many: a plan takes at most {MOST_RANKS:,}"),
+        ("--dp-shard 100000", f"too many: a plan can have at most {MOST_RANKS:,}"),
+        ("--search --hosts 100000", f"too many: a plan can have at most {MOST_RANKS:,}"),
         ("--batch 1000000000", "use a smaller batch or shorter sequences"),
     ],
 )

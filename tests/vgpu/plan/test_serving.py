@@ -103,7 +103,7 @@ def test_a_published_throughput_is_predicted_within_10_percent():
         ({"usable_memory": 0}, r"usable_memory must be in \(0, 1\], got 0"),
         (
             {"weight_bits": 8, "cost": DEFAULT_COST.changed({"gpu": "A100"})},
-            "A100-SXM4-40GB has no float8 arithmetic",
+            "A100-SXM4-40GB can't multiply float8 tensors",
         ),
     ],
 )
@@ -122,7 +122,7 @@ def test_the_report_says_what_fits_and_how_fast():
     text = report(Server(LLAMA["70B"], tp=4), 1000, 500)
     assert "tp 4 × pp 1 on 4 H100 80GB HBM3" in text
     assert "It fits." in text and "sequences of 1,000 + 500 tokens  342" in text
-    assert "It does not fit: no room for a sequence of 1,500 tokens" in report(
+    assert "It does not fit: there is no room for a sequence of 1,500 tokens" in report(
         Server(LLAMA["70B"]), 1000, 500
     )
 

@@ -83,8 +83,8 @@ REFUSED = [
         ("kernel_s", time_s, "a finite, non-negative")
         for time_s in (-1e-6, math.nan, math.inf, None)
     ],
-    *[("gpus_per_host", count, "a whole number of at least 0") for count in (-8, 2.5)],
-    *[("slowest_of", count, "a whole number of at least 1") for count in (0, math.nan, True)],
+    *[("gpus_per_host", count, "an integer of at least 0") for count in (-8, 2.5)],
+    *[("slowest_of", count, "an integer of at least 1") for count in (0, math.nan, True)],
     *[("speed_spread", spread, "at least 0 and below 1") for spread in (-0.1, 1, math.nan)],
 ]
 

@@ -45,8 +45,8 @@ def test_leaving_a_cluster_restores_everything():
     [
         ({"hosts": 0}, "hosts must be at least 1, got 0"),
         ({"gpus_per_host": 0}, "gpus_per_host must be at least 1, got 0"),
-        ({"rank": 8}, "rank must be 0 to 7 for 2 hosts with 4 GPUs each, got 8"),
-        ({"rank": -1}, "rank must be 0 to 7"),
+        ({"rank": 8}, "rank must be from 0 to 7 for 2 hosts with 4 GPUs each, got 8"),
+        ({"rank": -1}, "rank must be from 0 to 7"),
         ({"network": "pigeons"}, "no network preset 'pigeons': use one of InfiniBand EDR"),
     ],
 )

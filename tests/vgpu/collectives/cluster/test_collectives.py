@@ -12,13 +12,16 @@ import vgpu
 
 def test_collectives_reject_tensors_with_values():
     with toy():
-        with pytest.raises(RuntimeError, match=r"all_reduce of a tensor with values.*shapes_only"):
+        with pytest.raises(RuntimeError, match=r"all_reduce got a tensor with values.*shapes_only"):
             dist.all_reduce(torch.ones(2, device="vgpu"))
         with pytest.raises(RuntimeError, match=r"[Nn]o backend"):
             dist.all_reduce(torch.ones(2))
         with pytest.raises(RuntimeError, match=r"[Nn]o backend"):
             dist.all_reduce(torch.ones(2), group=dist.new_group([0, 1]))
-        with vgpu.shapes_only(), pytest.raises(RuntimeError, match="all_reduce of a tensor on the"):
+        with (
+            vgpu.shapes_only(),
+            pytest.raises(RuntimeError, match="all_reduce got a tensor on the"),
+        ):
             dist.all_reduce(torch.empty(2))
 
 
