@@ -94,5 +94,5 @@ def test_the_queue_rejects_an_impossible_schedule(schedule, message):
 def test_the_queue_rejects_what_it_cannot_serve():
     with pytest.raises(ValueError, match="larger than the server's entire cache"):
         simulate_queue(SERVER, [Request(0.0, 10_000_000, 1)], whole_prompts)
-    with pytest.raises(ValueError, match="a server with one stage, got pp=2"):
+    with pytest.raises(ValueError, match="servers with one stage, got pp=2"):
         simulate_queue(Server(LLAMA["8B"], pp=2), [], whole_prompts)
