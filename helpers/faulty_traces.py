@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,13 +41,26 @@ class FaultyTrace(NamedTuple):
 def traces() -> dict[str, FaultyTrace]:
     """The six traces, by letter."""
     return {
-        "A": FaultyTrace("loader", _alike(_trained(loader_s=15e-3))),
-        "B": FaultyTrace("straggler", _straggler()),
-        "C": FaultyTrace("launches", _alike(_trained(width=256, blocks=6, rows=512))),
-        "D": FaultyTrace("gather", _alike(_trained(rows=256, width=4096, shard=True))),
-        "E": FaultyTrace("bubble", _pipeline()),
-        "F": FaultyTrace("item", _alike(_trained(blocks=8, rows=512, width=1024, looks=True))),
+        "A": FaultyTrace("loader", data_parallel("A")),
+        "B": FaultyTrace("straggler", straggler()),
+        "C": FaultyTrace("launches", data_parallel("C")),
+        "D": FaultyTrace("gather", data_parallel("D")),
+        "E": FaultyTrace("bubble", pipeline()),
+        "F": FaultyTrace("item", data_parallel("F")),
     }
+
+
+_DATA_PARALLEL: dict[str, dict[str, Any]] = {
+    "A": {"loader_s": 15e-3},
+    "C": {"width": 256, "blocks": 6, "rows": 512},
+    "D": {"width": 4096, "rows": 256, "shard": True},
+    "F": {"width": 512, "blocks": 8, "rows": 1024, "looks": True},
+}
+
+
+def data_parallel(letter: str, **changes: Any) -> vgpu.Timeline:
+    """Record the run of trace A, C, D or F, with other arguments for ``_trained`` if given."""
+    return _alike(_trained(**{**_DATA_PARALLEL[letter], **changes}))
 
 
 def write(folder: Path | str) -> dict[str, Path]:
@@ -84,14 +97,15 @@ class _Look(nn.Module):
 
 def _block(width: int, looks: bool = False) -> nn.Sequential:
     layers = [nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)]
-    return nn.Sequential(*layers, *([_Look()] if looks else []))
+    looking = [[layer, _Look()] if looks else [layer] for layer in layers]
+    return nn.Sequential(*(module for each in looking for module in each))
 
 
 def _trained(
     rows: int = 4096,
     width: int = 2048,
     blocks: int = 4,
-    loader_s: float = 2e-4,
+    loader_s: float = 2e-5,
     shard: bool = False,
     looks: bool = False,
 ) -> Prepare:
@@ -146,8 +160,9 @@ def _alike(prepare: Prepare) -> vgpu.Timeline:
     return _joined([_recorded(prepare)] * RANKS)
 
 
-def _straggler() -> vgpu.Timeline:
-    usual, slow = _recorded(_trained()), _recorded(_trained(rows=6144))
+def straggler(rows: int = 6144) -> vgpu.Timeline:
+    """Record four ranks, one of them with more rows than the 4,096 of the others."""
+    usual, slow = _recorded(_trained()), _recorded(_trained(rows=rows))
     return _joined(slow if rank == SLOW_RANK else usual for rank in range(RANKS))
 
 
@@ -161,7 +176,7 @@ def _joined(timelines: Iterable[vgpu.Timeline]) -> vgpu.Timeline:
     )
 
 
-def _pipeline(micro_batches: int = 5, rows: int = 2048, width: int = 2048) -> vgpu.Timeline:
+def pipeline(micro_batches: int = 5, rows: int = 2048, width: int = 2048) -> vgpu.Timeline:
     """Record GPipe with four stages of one block each."""
     return vgpu.joined(
         [

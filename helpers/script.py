@@ -1,6 +1,7 @@
 """Show parts of ``notebooks/train.py`` in a lesson, and run it in a shell.
 
 show_lines("divide")             # a function, as it is in the file
+show_lines("train: if step")     # the first statement in it that starts like this
 output = run_line("torchrun --nproc-per-node 2 -m vgpu train.py --tp 2 --steps 20")
 printed_losses(output)           # {10: 2.889254, 20: 2.730862}
 """
@@ -9,6 +10,8 @@ import ast
 import re
 import shlex
 import signal
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from IPython.display import Markdown
@@ -27,20 +30,37 @@ def _files() -> list[Path]:
 def show_lines(*names: str) -> Markdown:
     """Return the lines that define functions, classes, methods ("Checkpoints.save") or constants.
 
-    Raises ValueError for a name that neither the script nor its helpers define.
+    "train: if step" stands for the first statement in ``train`` that starts with "if step". Raises
+    ValueError for a name that neither the script nor its helpers define.
     """
     found: dict[str, str] = {}
     for path in _files():
         text = path.read_text(encoding="utf-8")
         lines = text.splitlines()
         for name, node in _definitions(ast.parse(text)).items():
-            assert node.end_lineno
-            part = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-            head = f"# {path.name}, lines {node.lineno} to {node.end_lineno}"
-            found.setdefault(name, f"{head}\n{part}")
+            parts = {name: node}
+            for wanted in names:
+                within, _, start = wanted.partition(": ")
+                if within == name and start and (first := _starting(node, lines, start)):
+                    parts[wanted] = first
+            for part, each in parts.items():
+                place = path if path.parent == Path() else Path(path.parent.name, path.name)
+                where = f"lines {each.lineno} to {each.end_lineno}"
+                if each.lineno == each.end_lineno:
+                    where = f"line {each.lineno}"
+                head = f"# {place.as_posix()}, {where}"
+                own = textwrap.dedent("\n".join(lines[each.lineno - 1 : each.end_lineno]))
+                found.setdefault(part, f"{head}\n{own}")
     if unknown := [name for name in names if name not in found]:
         raise ValueError(f"train.py does not define {unknown[0]!r}; it has {', '.join(found)}")
     return Markdown("```python\n" + "\n\n\n".join(found[name] for name in names) + "\n```")
+
+
+def _starting(node: ast.stmt, lines: Sequence[str], start: str) -> ast.stmt | None:
+    """Return the first statement within ``node`` whose line starts with ``start``."""
+    inside = [each for each in ast.walk(node) if isinstance(each, ast.stmt)]
+    inside = [each for each in inside if lines[each.lineno - 1].lstrip().startswith(start)]
+    return min(inside, key=lambda each: each.lineno, default=None)
 
 
 def _definitions(body: ast.Module | ast.ClassDef, within: str = "") -> dict[str, ast.stmt]:

@@ -180,9 +180,8 @@ def train_step(
     losses: list[Tensor] = []
     for inputs, targets in zip(*(part.chunk(options.accumulate) for part in batch), strict=True):
         is_last = len(losses) == options.accumulate - 1
-        if isinstance(
-            model, FSDPModule
-        ):  # gradients are sharded each time; replicas add at the end
+        # FSDP2 shards gradients each time, and adds up the replicas' at the end.
+        if isinstance(model, FSDPModule):
             model.set_requires_all_reduce(is_last)
         waits = isinstance(model, DistributedDataParallel) and not is_last
         with model.no_sync() if waits else nullcontext():

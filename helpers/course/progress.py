@@ -8,10 +8,11 @@ from helpers.checks import exercises, guesses, records
 from helpers.course.sections import core_and_whole
 from vgpu.tables import Table
 
-# Each route's name and audience, and its lessons; an empty tuple means all of them.
+# Each route's name and audience, and its lessons ("old code" is the appendix); an empty tuple means
+# all of them.
 ROUTES = (
     ("quick: the shortest way from one GPU to many", ("00", "01", "04", "06", "07", "12")),
-    ("old code: with the appendix of that name", ("02", "03", "05")),
+    ("old code, from before 2018", ("02", "03", "04", "05", "old code")),
     (
         "large models: too large for one GPU",
         ("06", "07", "08", "11", "12", "13", "14", "15", "16", "17", "18"),
@@ -55,9 +56,12 @@ def routes(folder: Path | str = ".") -> Table:
     Missing lessons are left out. Raises FileNotFoundError as ``overview`` does.
     """
     minutes_of = {path.name[:2]: core_and_whole(path) for path in _lessons(folder)}
+    numbered = list(minutes_of)
+    if (appendix := Path(folder) / "appendix_old_code.ipynb").exists():
+        minutes_of["old code"] = core_and_whole(appendix)
     rows = []
     for name, stops in ROUTES:
-        there = [lesson for lesson in stops or minutes_of if lesson in minutes_of]
+        there = [lesson for lesson in stops or numbered if lesson in minutes_of]
         shown = ", ".join(there) if stops else f"{there[0]} to {there[-1]}"
         core, whole = (sum(minutes_of[lesson][i] for lesson in there) / 60 for i in (0, 1))
         rows.append((name, shown, f"{core:.1f}", f"{whole:.1f}"))

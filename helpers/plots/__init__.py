@@ -13,6 +13,7 @@ from helpers.plots.collectives import (
 from helpers.plots.dataparallel import (
     data_parallel_against_ddp,
     four_parts,
+    idle_gpus,
     iteration,
     one_step,
     peaks_before_and_after,
@@ -55,7 +56,7 @@ from helpers.plots.serving import (
     token_times,
 )
 from helpers.plots.style import COLORS, figure, show
-from helpers.plots.timeline import launches, timeline, timelines
+from helpers.plots.timeline import launches, overlap, spans, timeline, timelines, traces
 from helpers.plots.times import (
     gained,
     goodput,
@@ -64,6 +65,7 @@ from helpers.plots.times import (
     speedups,
     split_sizes,
     split_times,
+    tokens_that_hide,
 )
 from helpers.plots.training import (
     by_batch,
@@ -102,6 +104,7 @@ __all__ = [
     "hands",
     "held",
     "held_by_cause",
+    "idle_gpus",
     "interrupted",
     "iteration",
     "kept_per_step",
@@ -118,6 +121,7 @@ __all__ = [
     "network",
     "number_lines",
     "one_step",
+    "overlap",
     "parts_of_time",
     "peaks_before_and_after",
     "peaks_by_cause",
@@ -135,6 +139,7 @@ __all__ = [
     "share_bars",
     "shares",
     "show",
+    "spans",
     "speedups",
     "split_sizes",
     "split_times",
@@ -145,6 +150,8 @@ __all__ = [
     "timeline",
     "timelines",
     "token_times",
+    "tokens_that_hide",
+    "traces",
     "where_layers_run",
     "who_holds",
 ]

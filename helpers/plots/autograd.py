@@ -40,26 +40,22 @@ def gradients(
 
 
 def kept_per_step(runs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-    """Plot the bytes and graph nodes still alive after each step, with a row for each way to sum losses.
+    """Plot the bytes and graph nodes still alive after each step, a line for each way to sum losses.
 
     ``runs`` maps a name to one ``(bytes, nodes)`` pair per step.
     """
-    height = 1.3 + 0.95 * len(runs)
-    fig, panels = figure(
-        len(runs), 2, width=8, height=height, sharex=True, sharey="col", squeeze=False
-    )
-    for (name, pairs), (left, right) in zip(runs.items(), panels, strict=True):
+    fig, panels = figure(1, 2, width=8.5, height=2.9, sharex=True)
+    looks: Any = zip(("orange", "blue", "black"), (6, 2.5, 1.5), ("-", "--", ":"), strict=True)
+    for (name, pairs), (color, width, line) in zip(runs.items(), looks, strict=False):
         steps = range(1, len(pairs) + 1)
-        left.bar(steps, [size / 2**10 for size, _ in pairs], color=COLORS["vermilion"])
-        right.bar(steps, [nodes for _, nodes in pairs], color=COLORS["blue"])
-        left.set_title(name, loc="left", fontsize=10)
-        for axes, total in ((left, pairs[-1][0]), (right, pairs[-1][1])):
-            if not total:
-                axes.text(0.5, 0.5, "nothing", transform=axes.transAxes, ha="center", va="center")
-    headings = "saved tensors alive (KiB)", "graph nodes kept by the sum"
-    for heading, top, bottom in zip(headings, panels[0], panels[-1], strict=True):
-        top.annotate(heading, (1, 1.1), xycoords="axes fraction", ha="right", fontsize=9)
-        bottom.set_xlabel("step")
+        style = {"color": COLORS[color], "linewidth": width, "linestyle": line, "label": name}
+        panels[0].plot(steps, [size / 2**10 for size, _ in pairs], **style)
+        panels[1].plot(steps, [nodes for _, nodes in pairs], **style)
+    for axes, heading in zip(
+        panels, ("saved tensors alive, KiB", "graph nodes kept by the sum"), strict=True
+    ):
+        axes.set(xlabel="step", ylabel=heading, ylim=(0, None))
+    panels[0].legend(loc="upper left", fontsize=9)
     headline(fig, "A sum of loss tensors grows with every step", "counted")
     ends = (
         f"{name}: {pairs[-1][0] / 2**10:.0f} KiB and {pairs[-1][1]} nodes"
@@ -67,7 +63,7 @@ def kept_per_step(runs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
     )
     show(
         fig,
-        "Two bar charts over the steps for each loop: KiB of saved tensors alive, and graph nodes "
+        "Two line charts over the steps, a line per loop: KiB of saved tensors alive, and graph nodes "
         f"kept by the sum. After the last step, {'; '.join(ends)}.",
     )
 

@@ -5,6 +5,7 @@ contributed to it: 110 is a sum over ranks 1 and 2. A cell's value determines it
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -14,7 +15,8 @@ from matplotlib.patches import Rectangle
 from helpers.plots.style import COLORS, RANK_COLORS, figure, show, title
 from vgpu.units import format_bytes, format_seconds
 
-_GAP = 2.2
+# In cells: between the blocks of a row, and the widest row.
+_GAP, _WIDEST = 1.3, 19.5
 
 
 Held = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
@@ -34,50 +36,60 @@ def origins(number: int) -> list[int]:
     return [rank for rank, digit in enumerate(reversed(digits)) if digit != "0"]
 
 
-def before_and_after(held: dict[str, Held]) -> None:
-    """Draw one row of cells per rank, before and after each collective.
+def before_and_after(
+    held: dict[str, Held], message: str, undefined: Mapping[str, Sequence[int]] | None = None
+) -> None:
+    """Draw what each rank holds before, and then after each collective: a row of cells per rank.
 
     ``held`` maps a collective's name to a ``(before, after)`` pair of tensors per rank, whose values
-    are encoded as described above; ``after`` is None on a rank that receives nothing.
+    are encoded as described above; ``after`` is None on a rank that receives nothing. All collectives
+    start with the same tensors. ``undefined`` names the ranks whose result isn't defined; it's faded.
     """
-    ranks = len(next(iter(held.values())))
-    before_cells = max(len(before) for runs in held.values() for before, _ in runs)
-    after_cells = max(len(_numbers(after)) for runs in held.values() for _, after in runs)
-    start = before_cells + _GAP
-    fig, panels = figure(
-        len(held), 1, width=8.0, height=0.4 + len(held) * (0.75 + 0.28 * ranks), squeeze=False
-    )
-    for axes, (name, runs) in zip(panels[:, 0], held.items(), strict=True):
-        for rank, (before, after) in enumerate(runs):
-            axes.text(-0.25, rank, f"rank {rank}", ha="right", va="center")
-            _row(axes, 0, rank, _numbers(before))
-            _row(axes, start, rank, _numbers(after))
-            if after is None:
-                axes.text(start, rank, "nothing", va="center", color="#666666", style="italic")
-        axes.annotate(
-            "",
-            xy=(start - 0.4, (ranks - 1) / 2),
-            xytext=(before_cells + 0.4, (ranks - 1) / 2),
-            arrowprops={"arrowstyle": "->", "color": "#444444", "lw": 1.5},
-        )
-        axes.text(0, -0.72, "before", color="#666666", va="center")
-        axes.text(start, -0.72, "after", color="#666666", va="center")
-        # The same scale in every figure of the lesson, so that all cells have the same size.
-        axes.set(xlim=(-1.4, max(start + after_cells, 15)), ylim=(ranks - 0.4, -1.1))
-        axes.axis("off")
-        title(axes, name, f"values returned by {ranks} real ranks")
+    starts = [before for before, _ in next(iter(held.values()))]
+    blocks = {name: [after for _, after in runs] for name, runs in held.items()}
+    ranks, first = len(starts), len(starts[0]) + _GAP + 0.9
+    places, x, y, right = {"before": (0.0, 0.0)}, first, 0.0, 0.0
+    for name, tensors in blocks.items():
+        width = max(len(name) * 0.24, *(len(_numbers(tensor)) for tensor in tensors))
+        width += 2.2 if (undefined or {}).get(name) else 0
+        if x > first and x + width > _WIDEST:
+            x, y = first, y + ranks + 1.8
+        places[name] = x, y
+        right, x = max(right, x + width), x + width + _GAP
+    rows = y + ranks + 1.2
+    fig, axes = figure(width=0.42 * (right + 1.5), height=0.55 + 0.29 * rows)
+    for name, (left, top) in places.items():
+        axes.text(left, top - 0.85, name, fontweight="bold", va="center", in_layout=False)
+        for rank, tensor in enumerate(blocks.get(name, starts)):
+            if left in (0, first):
+                look: Any = {"ha": "right", "va": "center", "fontsize": 9, "in_layout": False}
+                axes.text(left - 0.2, top + rank, f"rank {rank}", **look)
+            fades = rank in (undefined or {}).get(name, ())
+            _row(axes, left, top + rank, _numbers(tensor), faded=fades)
+            aside = "undefined" if fades else "nothing" if tensor is None else ""
+            axes.text(
+                left + len(_numbers(tensor)) + 0.05,
+                top + rank,
+                aside,
+                va="center",
+                color="#666666",
+                style="italic",
+                in_layout=False,
+            )
+    axes.set(xlim=(-1.4, right), ylim=(rows - 1.7, -1.4))
+    axes.axis("off")
+    title(axes, message, f"values returned by {ranks} real ranks")
     summary = "; ".join(
         f"{name} leaves "
         + ", ".join(
-            f"rank {rank} with {_numbers(after) or 'nothing'}"
-            for rank, (_, after) in enumerate(runs)
+            f"rank {rank} with {_numbers(after) or 'nothing'}" for rank, after in enumerate(tensors)
         )
-        for name, runs in held.items()
+        for name, tensors in blocks.items()
     )
-    starts = ", ".join(str(_numbers(before)) for before, _ in next(iter(held.values())))
+    begin = ", ".join(str(_numbers(before)) for before in starts)
     show(
         fig,
-        f"Rows of cells, one per rank, before and after. The ranks start with {starts}; {summary}.",
+        f"Rows of cells, one per rank, before and after. The ranks start with {begin}; {summary}.",
     )
 
 
@@ -143,7 +155,13 @@ _PLATE = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none
 
 
 def _row(
-    axes: Axes, left: float, rank: int, numbers: Sequence[int], *, with_text: bool = True
+    axes: Axes,
+    left: float,
+    rank: float,
+    numbers: Sequence[int],
+    *,
+    with_text: bool = True,
+    faded: bool = False,
 ) -> None:
     """Draw cells side by side, each with one band for every rank that contributed to its value."""
     width, height = 0.92, 0.8
@@ -165,10 +183,12 @@ def _row(
                 ha="center",
                 va="center",
                 fontsize=9,
-                bbox=_PLATE if len(ranks_held) > 1 else None,
+                color="#777777" if faded else "black",
+                bbox=_PLATE if len(ranks_held) > 1 and not faded else None,
                 in_layout=False,  # it's inside its cell, and measuring each text would take most of the time
             )
-    axes.add_collection(PolyCollection(bands, facecolor=colors, edgecolor="none"))
+    alpha = 0.25 if faded else 1
+    axes.add_collection(PolyCollection(bands, facecolor=colors, edgecolor="none", alpha=alpha))
 
 
 def _arrows(axes: Axes, sent: Sequence[int], ranks: int) -> None:
@@ -205,7 +225,7 @@ def hands(parts: Sequence[Sequence[int]]) -> None:
     axes.set_yticks(range(len(parts)), [f"rank {rank}" for rank in range(len(parts))])
     axes.set_xlabel("turn")
     axes.grid(visible=False)
-    title(axes, "Who gets which sample", "counted")
+    title(axes, "Who gets which sample", "dealt by DistributedSampler")
     summary = "; ".join(f"rank {rank} gets {list(part)}" for rank, part in enumerate(parts))
     show(fig, f"Cells with sample indices, a row for each rank: {summary}.")
 
@@ -269,28 +289,40 @@ def bytes_sent(runs: dict[str, Sequence[int]]) -> None:
 
 
 def interrupted(
-    whole: Sequence[tuple[int, float]], resumed: Sequence[tuple[int, float]], stopped_after: int
+    whole: Sequence[tuple[int, float]],
+    resumed: Sequence[tuple[int, float]],
+    stopped_after: int,
+    lost: float,
 ) -> None:
     """Plot accuracy after each epoch for an uninterrupted run and one that was stopped and resumed.
 
-    Each run is a list of (number of ranks, accuracy between 0 and 1), one per epoch.
+    Each run is a list of (number of ranks, accuracy between 0 and 1), one per epoch. The second one
+    was stopped ``lost`` epochs after ``stopped_after``, the last epoch in its checkpoint.
     """
     fig, axes = figure(height=2.8)
     percent = [[100 * right for _, right in run] for run in (whole, resumed)]
-    axes.plot(percent[0], color=COLORS["gray"], linewidth=6, alpha=0.5, label="uninterrupted")
-    before, after = range(stopped_after), range(stopped_after, len(resumed))
-    for epochs, marker, name in ((before, "o", "two hosts"), (after, "s", "resumed in a cell")):
-        axes.plot(epochs, [percent[1][e] for e in epochs], marker=marker, label=name)
-    axes.axvline(stopped_after - 0.5, color=COLORS["black"], linewidth=1, linestyle="--")
-    axes.text(stopped_after - 0.45, min(percent[0]), "host 1 lost", va="bottom")
-    axes.set(xlabel="epoch", ylabel="held-out accuracy (%)")
+    epochs = range(1, len(whole) + 1)
+    axes.plot(
+        epochs, percent[0], color=COLORS["gray"], linewidth=6, alpha=0.5, label="uninterrupted"
+    )
+    before, after = range(stopped_after), range(stopped_after - 1, len(resumed))
+    for part, look, name in ((before, "o-", "until the stop"), (after, "s-", "resumed")):
+        numbers, markers = [e + 1 for e in part], slice(0 if part is before else 1, None)
+        axes.plot(numbers, [percent[1][e] for e in part], look, markevery=markers, label=name)
+    end = stopped_after + lost
+    axes.axvspan(stopped_after, end, color=COLORS["vermilion"], alpha=0.2, linewidth=0)
+    axes.axvline(end, color=COLORS["vermilion"], linewidth=1, linestyle="--")
+    axes.text(
+        end + 0.04, min(percent[0]), "killed here; the shaded\npart is done twice", fontsize=9
+    )
+    axes.set(xlabel="finished epochs", ylabel="held-out accuracy (%)", xticks=epochs)
     axes.legend(loc="lower right")
-    title(axes, "One host lost, training resumed: the same curve", "measured after each epoch")
+    title(axes, "Killed in mid-epoch, resumed: the same curve", "measured after each epoch")
     show(
         fig,
-        f"Accuracy by epoch. The uninterrupted run ends at {percent[0][-1]:.1f} %. The other run loses "
-        f"a host after {stopped_after} epochs, at {percent[1][stopped_after - 1]:.1f} %, is resumed, "
-        f"and ends at {percent[1][-1]:.1f} %.",
+        f"Accuracy by epoch. The uninterrupted run ends at {percent[0][-1]:.1f}%. The other run is "
+        f"killed {lost:.1f} epochs after its checkpoint of epoch {stopped_after}, at "
+        f"{percent[1][stopped_after - 1]:.1f}%, is resumed, and ends at {percent[1][-1]:.1f}%.",
     )
 
 

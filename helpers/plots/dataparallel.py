@@ -1,6 +1,7 @@
 """Figures for DataParallel: shares of a batch, the parts of a call, bytes per GPU, times against DDP's."""
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -84,34 +85,52 @@ def share_bars(sizes: Sequence[int]) -> None:
     show(fig, f"Bar chart of samples per GPU, for a batch of {sum(sizes)}: {each}.")
 
 
+def idle_gpus(idle: Mapping[int, int], gpu_count: int) -> None:
+    """Plot how many of ``gpu_count`` GPUs are idle, by batch size; the last batch with any is marked."""
+    fig, axes = figure(width=8, height=2.6)
+    axes.bar(list(idle), list(idle.values()), 0.8, color=COLORS["orange"])
+    last = max((size for size, count in idle.items() if count), default=None)
+    if last is not None:
+        axes.annotate(
+            f"a batch of {last}",
+            (last, idle[last]),
+            xytext=(0, 16),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+            arrowprops={"arrowstyle": "->", "color": "#555555"},
+        )
+    axes.set_xticks(range(gpu_count, max(idle) + 1, gpu_count))
+    axes.set(xlabel="batch size", ylabel="idle GPUs", ylim=(0, gpu_count))
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.grid(axis="x", visible=False)
+    title(axes, f"Idle GPUs, of {gpu_count}", "counted from PyTorch's scatter")
+    some = ", ".join(f"{count} at {size}" for size, count in idle.items() if count)
+    show(fig, f"Bar chart of idle GPUs, of {gpu_count}, by batch size: {some}; otherwise 0.")
+
+
 def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> None:
     """Plot what each replica received: a panel per number of GPUs, with one stacked bar per batch.
 
-    ``records[gpu_count][batch]`` lists ``(device, samples)`` for each replica that ran.
+    ``records[gpu_count][batch]`` lists ``(device, samples)`` for each replica that ran. Successive
+    batches that were split alike share a bar.
     """
     fig, panels = figure(1, len(records), width=8.5, height=3.1, sharey=True, squeeze=False)
     texts = []
     for axes, (count, batches) in zip(panels[0], records.items(), strict=True):
-        for index, received in enumerate(batches):
-            bottom = 0
-            for order, (_, size) in enumerate(sorted(received, key=lambda r: r[0].index)):
-                color = COLORS["blue"] if order % 2 == 0 else COLORS["sky"]
-                axes.bar(index + 1, size, 0.7, bottom, color=color, edgecolor="white")
-                axes.text(
-                    index + 1,
-                    bottom + size / 2,
-                    size,
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                    color="white" if order % 2 == 0 else "black",
-                )
-                bottom += size
-            if idle := count - len(received):
-                axes.text(index + 1, bottom + 0.4, f"{idle} idle", ha="center", fontsize=8)
-        axes.set_xticks(range(1, len(batches) + 1))
-        axes.set_xlabel(f"batch ({count} GPU{'s' if count > 1 else ''})")
-        cuts = ("+".join(str(size) for _, size in received) for received in batches)
+        splits = [
+            [size for _, size in sorted(batch, key=lambda r: r[0].index)] for batch in batches
+        ]
+        names = []
+        for index, (sizes, alike) in enumerate(groupby(enumerate(splits, 1), lambda pair: pair[1])):
+            numbers = [number for number, _ in alike]
+            names.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}")
+            _stack_shares(axes, index, sizes, count - len(sizes))
+        axes.set_xticks(range(len(names)), names)
+        axes.set(
+            xlabel=f"batch ({count} GPU{'s' if count > 1 else ''})", xlim=(-0.7, len(names) - 0.3)
+        )
+        cuts = ("+".join(map(str, sizes)) for sizes in splits)
         texts.append(f"{count} GPU{'s' if count > 1 else ''}: {', '.join(cuts)}.")
         axes.grid(axis="x", visible=False)
     panels[0][0].set_ylabel("samples")
@@ -121,6 +140,28 @@ def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> N
         "counted in forward, GPU 0 at the bottom",
     )
     show(fig, f"Stacked bars, one per batch: its samples by GPU. {' '.join(texts)}")
+
+
+def _stack_shares(axes: Axes, x: float, sizes: Sequence[int], idle: int) -> None:
+    """Stack the GPUs' shares of a batch, and a dashed box for each idle GPU."""
+    bottom = 0
+    for order, size in enumerate(sizes):
+        color = COLORS["blue"] if order % 2 == 0 else COLORS["sky"]
+        axes.bar(x, size, 0.7, bottom, color=color, edgecolor="white")
+        axes.text(
+            x,
+            bottom + size / 2,
+            str(size),
+            ha="center",
+            va="center",
+            fontsize=8,
+            color="white" if order % 2 == 0 else "black",
+        )
+        bottom += size
+    for above in range(idle):
+        low = bottom + 0.4 + 2.6 * above
+        axes.add_patch(Rectangle((x - 0.35, low), 0.7, 2.2, fill=False, ls="--", ec="#555555"))
+        axes.text(x, low + 1.05, "idle", ha="center", va="center", fontsize=7)
 
 
 # The causes that a Snapshot of an iteration can have.
@@ -146,10 +187,12 @@ def four_parts(
     """
     gpus = [chunk.device for chunk in chunks]
     columns = _COLUMNS if backward else _COLUMNS[:-1]
-    fig, axes = figure(width=1.5 * len(columns), height=1.1 + 0.85 * len(gpus))
+    fig, axes = figure(
+        width=(1.45 if backward else 1.6) * len(columns), height=1.1 + 0.85 * len(gpus)
+    )
     _box(axes, 0, 0, f"batch\n{len(output)} × {chunks[0].shape[1]}", "gray")
     for row, (gpu, chunk, out) in enumerate(zip(gpus, chunks, outputs, strict=True)):
-        axes.text(-0.55, row, str(gpu), ha="right", va="center", fontweight="bold")
+        axes.text(-0.55, row, str(gpu), ha="right", va="center")
         _box(axes, 1, row, f"chunk\n{_by(chunk)}", "gray")
         what = "your model" if row == 0 else "a copy"
         _box(axes, 2, row, f"{what}\n{weights[row]:,} parameters", "blue" if row == 0 else "sky")
@@ -185,7 +228,8 @@ def four_parts(
 
 def _draw_gradients(axes: Axes, weights: Sequence[int]) -> None:
     for row, count in enumerate(weights):
-        _box(axes, 5, row, f"gradients\n{count:,}", "vermilion")
+        whose = "your model's" if row == 0 else "the copy's"
+        _box(axes, 5, row, f"{whose}\n{count:,} gradients", "vermilion")
         _arrow(axes, (4, 0), (5, row))
         if row > 0:
             _arrow(axes, (5, row), (5, row - 1), down=True)
@@ -199,8 +243,8 @@ def _by(tensor: torch.Tensor) -> str:
 def _box(axes: Axes, column: int, row: int, text: str, color: str) -> None:
     axes.add_patch(
         FancyBboxPatch(
-            (column - 0.34, row - 0.24),
-            0.68,
+            (column - 0.38, row - 0.24),
+            0.76,
             0.48,
             boxstyle="round,pad=0.03",
             facecolor=COLORS[color],
@@ -219,14 +263,17 @@ def _arrow(
         step = 0.3 if end[1] > start[1] else -0.3
         ends = (start[0], start[1] + step), (end[0], end[1] - step)
     else:
-        ends = (start[0] + 0.38, start[1]), (end[0] - 0.38, end[1])
+        ends = (start[0] + 0.41, start[1]), (end[0] - 0.41, end[1])
     axes.annotate(
         "", xy=ends[1], xytext=ends[0], arrowprops={"arrowstyle": "->", "color": "#555555"}
     )
 
 
-def iteration(steps: Sequence[Snapshot]) -> None:
-    """Plot MiB by cause: a panel per GPU, a stacked bar for the state after each step, peaks marked."""
+def iteration(steps: Sequence[Snapshot], at_the_peak: str = "") -> None:
+    """Plot MiB by cause: a panel per GPU, a stacked bar for the state after each step, peaks marked.
+
+    ``at_the_peak`` is written beside the first GPU's highest peak: what it consists of.
+    """
     gpus = list(steps[-1].by_cause)
     fig, panels = figure(len(gpus), 1, width=8, height=2.2 * len(gpus), sharex=True, sharey=True)
     for gpu, axes in zip(gpus, panels, strict=True):
@@ -243,9 +290,10 @@ def iteration(steps: Sequence[Snapshot]) -> None:
         axes.hlines(peaks, *ends, color="black", path_effects=rim)
         highest = max(places, key=lambda place: peaks[place])
         axes.annotate(
-            f"peak {peaks[highest]:.1f}",
+            f"peak {peaks[highest]:.1f}"
+            + (f": {at_the_peak}" if at_the_peak and gpu == gpus[0] else ""),
             (highest, peaks[highest]),
-            xytext=(0, 3),
+            xytext=(0, 5),
             textcoords="offset points",
             ha="center",
             fontsize=9,

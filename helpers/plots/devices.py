@@ -20,6 +20,7 @@ def memories(
 ) -> None:
     """Draw the machine's memories as boxes with their tensors, and copies as arrows.
 
+    Vectors of up to three elements are shown with their values, other tensors with their shapes.
     ``copies`` are (source, target) pairs of names. Two names for the same tensor share a box.
     """
     devices = [torch.device("cpu"), *gpus]
@@ -35,8 +36,10 @@ def memories(
     for (x, y), names in places.items():
         color = COLORS["orange" if x < 3 else "blue"]
         axes.add_patch(FancyBboxPatch((x - 0.9, y - 0.25), 1.8, 0.5, fc="white", ec=color, **_BOX))
-        shape = tuple(tensors[names[0]].shape)
-        axes.text(x, y, f"{', '.join(names)}  {shape}", ha="center", va="center", fontsize=10)
+        tensor = tensors[names[0]]
+        shown = str([round(value, 2) for value in tensor.flatten().tolist()]).replace(".0", "")
+        inside = shown if tensor.dim() == 1 and len(tensor) <= 3 else tuple(tensor.shape)
+        axes.text(x, y, f"{', '.join(names)}  {inside}", ha="center", va="center", fontsize=10)
     where = {name: place for place, names in places.items() for name in names}
     for source, target in copies:
         (x, y), (end, level) = where[source], where[target]

@@ -13,6 +13,7 @@ Groups = Sequence[Sequence[int]]
 
 
 _OTHERS = "#EEEEEE"
+_REPLICATED = "#C8C8C8"
 
 
 _MOST_LABELS = 32  # with more, drawing the cells' numbers would take most of the time
@@ -104,7 +105,7 @@ def ring_work(work: Mapping[str, Sequence[Sequence[float]]], unit: str) -> None:
 
 
 def expert_load(tokens: Sequence[int], experts_per_rank: int, capacity: int | None = None) -> None:
-    """Plot the tokens sent to each expert, colored by the expert's rank, with the experts' capacity."""
+    """Plot the rows sent to each expert, colored by the expert's rank, with the experts' capacity."""
     fig, axes = figure(width=7.0, height=2.9)
     ranks = len(tokens) // experts_per_rank
     colors = [RANK_COLORS[number // experts_per_rank] for number in range(len(tokens))]
@@ -117,7 +118,7 @@ def expert_load(tokens: Sequence[int], experts_per_rank: int, capacity: int | No
         axes.text(len(tokens) - 0.4, capacity, f"capacity {capacity}", va="bottom", fontsize=9)
     axes.set_xlim(-0.6, len(tokens) + 0.6)
     axes.set_xticks(range(len(tokens)), [str(number) for number in range(len(tokens))])
-    axes.set(xlabel="expert", ylabel="tokens")
+    axes.set(xlabel="expert", ylabel="rows")
     for rank in range(ranks):
         middle = (rank + 0.5) * experts_per_rank - 0.5
         held = sum(tokens[rank * experts_per_rank : (rank + 1) * experts_per_rank])
@@ -126,7 +127,7 @@ def expert_load(tokens: Sequence[int], experts_per_rank: int, capacity: int | No
     title(axes, "The busiest rank sets the pace", f"counted on {ranks} real ranks")
     summary = ", ".join(f"expert {number} {count}" for number, count in enumerate(tokens))
     limit = "" if capacity is None else f", and the capacity is {capacity}"
-    show(fig, f"Bar chart of tokens per expert: {summary}; the mean is {mean:.0f}{limit}.")
+    show(fig, f"Bar chart of rows per expert: {summary}; the mean is {mean:.0f}{limit}.")
 
 
 WHOLE, ROWS, COLUMNS, PARTIAL = "whole", "rows", "columns", "partial"
@@ -155,7 +156,9 @@ class Held(NamedTuple):
 
 
 def held(tensors: Sequence[tuple[str, str, int, int, str]], gpus: int, message: str) -> None:
-    """Draw matrices, a row per GPU: the full matrix is outlined, and the part that the GPU holds is colored.
+    """Draw matrices, a row per GPU: the full matrix is outlined, and the GPU's own part is colored.
+
+    A matrix that is the same on each GPU is gray.
 
     For ``tensors``, see ``Held``. Raises ValueError for an unknown part.
     """
@@ -185,7 +188,10 @@ def held(tensors: Sequence[tuple[str, str, int, int, str]], gpus: int, message: 
     axes.set(xlim=(-0.05, width), ylim=(gpus * (height + 0.35) - height / 2, -height / 2 - 0.45))
     axes.set_aspect("equal")
     axes.axis("off")
-    title(axes, message, "colored: what each GPU holds; hatched: a partial sum")
+    said = {WHOLE: "gray: the same on each GPU", PARTIAL: "hatched: part of a sum"}
+    parts = [tensor.part for tensor in drawn]
+    keys = ["colored: the GPU's own part", *(said[part] for part in said if part in parts)]
+    title(axes, message, "; ".join(keys))
     summary = ", ".join(
         f"{tensor.name} ({tensor.rows} by {tensor.columns}) {_SAID[tensor.part]}"
         for tensor in drawn
@@ -208,5 +214,5 @@ def _matrix(
     elif tensor.part == COLUMNS:
         x, w = left + gpu * width / gpus, width / gpus
     hatch = "////" if tensor.part == PARTIAL else None
-    color = RANK_COLORS[gpu]
+    color = _REPLICATED if tensor.part == WHOLE else RANK_COLORS[gpu]
     axes.add_patch(Rectangle((x, y), w, h, fc=color, ec="#444444", lw=0.8, hatch=hatch, alpha=0.9))

@@ -108,17 +108,23 @@ def errors_by_ranks(
     show(fig, f"Line chart of the relative error by number of ranks. {summary}.")
 
 
-def losses(curves: Mapping[str, Sequence[float]], message: str, how: str) -> None:
-    """Plot multiple runs' losses over their steps; later runs are drawn on top, with thinner lines."""
+def losses(
+    curves: Mapping[str, Sequence[float]], message: str, how: str, *, every: int = 1
+) -> None:
+    """Plot multiple runs' losses, one for ``every`` so many steps.
+
+    Later runs are drawn on top, with thinner lines.
+    """
     fig, axes = figure(width=7.5, height=3.2)
     looks: Any = zip(("gray", "blue", "vermilion", "green"), (5, 2.5, 1.8, 1.2), strict=True)
     for (name, curve), (color, width) in zip(curves.items(), looks, strict=False):
-        axes.plot(range(1, len(curve) + 1), curve, color=COLORS[color], lw=width, label=name)
+        steps = range(every, every * len(curve) + 1, every)
+        axes.plot(steps, curve, color=COLORS[color], lw=width, label=name)
     axes.set(xlabel="step", ylabel="loss (nats)")
     axes.legend(fontsize=9)
     title(axes, message, how)
     ends = "; ".join(f"{name} {c[0]:.2f} to {c[-1]:.2f}" for name, c in curves.items())
-    show(fig, f"Loss curves over {len(next(iter(curves.values())))} steps: {ends}.")
+    show(fig, f"Loss curves over {every * len(next(iter(curves.values())))} steps: {ends}.")
 
 
 def scaled_numbers(

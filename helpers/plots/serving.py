@@ -1,6 +1,7 @@
 """Figures for serving: a growing cache, what fits, latency against throughput, and token times."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -101,7 +102,7 @@ def memory_of_servers(
     ]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     room = format_bytes(usable_bytes)
-    title(axes, message, f"counted; dashed: the {room} that may be used; red: over the limit")
+    title(axes, message, f"counted; dashed: the {room} that may be used; orange: over the limit")
     summary = "; ".join(
         f"{name}, {kind}: {format_bytes(sum(sizes))}"
         for name, by_format in held.items()
@@ -154,23 +155,34 @@ def forwards(
 
 
 def latency_and_throughput(
-    curves: Mapping[str, Sequence[tuple[int, float, float]]], message: str, how: str
+    curves: Mapping[str, Sequence[tuple[int, float, float]]],
+    message: str,
+    how: str,
+    bends: Sequence[float] = (),
 ) -> None:
     """Plot the tokens/s of all users against the time per token for each user.
 
     ``curves`` maps a name to (batch size, seconds per token, tokens/s) points, up to the largest batch
-    that fits. Some points are labeled with their batch size.
+    that fits, which is labeled. ``bends`` are batch sizes, one for each curve, that get a bar across it.
     """
     fig, axes = figure(width=7.5, height=3.8)
     for (name, points), color in zip(curves.items(), SERIES, strict=False):
         _, waits_s, speeds = zip(*points, strict=True)
         axes.plot([1e3 * s for s in waits_s], speeds, "o-", ms=4, color=color, label=name)
-        for batch, wait_s, speed in (points[max(0, len(points) - 3)], points[-1]):
-            full = ": full" if batch == points[-1][0] else ""
-            place = (1e3 * wait_s, speed)
-            axes.annotate(f" {batch}{full}", place, fontsize=8, color=color, va="top")
+        batch, wait_s, speed = points[-1]
+        below: Any = {"textcoords": "offset points", "xytext": (5, -4), "fontsize": 8, "va": "top"}
+        axes.annotate(f"{batch}: full", (1e3 * wait_s, speed), color=color, **below)
+    above: Any = {"textcoords": "offset points", "xytext": (-5, 4), "fontsize": 8, "ha": "right"}
+    for points, bend, color in zip(curves.values(), bends, SERIES, strict=False):
+        for (small, *low), (large, *high) in itertools.pairwise(points):
+            if small <= bend < large:
+                share = math.log(bend / small) / math.log(large / small)
+                x, y = (a * (b / a) ** share for a, b in zip(low, high, strict=True))
+                axes.plot(1e3 * x, y, "|", ms=16, mew=2, color="black")
+                axes.annotate(f"{bend:.0f} users", (1e3 * x, y), color=color, **above)
     first = next(iter(curves.values()))[0]  # the curves start at almost the same point
-    axes.annotate(f"{first[0]} ", (1e3 * first[1], first[2]), fontsize=8, ha="right", va="center")
+    place = 1e3 * first[1], first[2]
+    axes.annotate("1 user  ", place, fontsize=8, ha="right", va="center")
     axes.set(xlabel="time per token for each user (ms)", ylabel="tokens/s, all users", yscale="log")
     axes.margins(x=0.15)  # room for the last batch size
     axes.set_xlim(left=0)
@@ -214,23 +226,27 @@ def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]]) ->
 
 
 def predicted_and_published(rows: Mapping[str, Mapping[str, tuple[float, float]]]) -> None:
-    """Plot predicted against published tokens/s on logarithmic axes, with a band of 25% around equality.
+    """Plot predicted over published tokens/s, a row for each configuration, with a band of 25%.
 
     ``rows`` maps a series to its rows, and each row's name to (predicted, published) tokens/s.
     """
-    fig, axes = figure(width=7.0, height=4.0)
-    every = [speed for series in rows.values() for pair in series.values() for speed in pair]
-    ends = [0.7 * min(every), 1.4 * max(every)]
-    axes.fill_between(ends, [0.75 * x for x in ends], [1.25 * x for x in ends], color="#E5E5E5")
-    axes.plot(ends, ends, color="#666666", lw=1)
-    for (name, series), color, marker in zip(rows.items(), SERIES, "osD^", strict=False):
-        predicted, published = zip(*series.values(), strict=True)
-        axes.plot(published, predicted, marker, ms=5, color=color, label=name)
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-    axes.set(xlabel="published tokens/s", ylabel="predicted tokens/s")
+    count = sum(len(series) for series in rows.values())
+    fig, axes = figure(width=8.0, height=1.0 + 0.2 * count)
+    axes.axvspan(0.75, 1.25, color="#E5E5E5")
+    axes.axvline(1, color="#666666", lw=1)
+    names: list[str] = []
+    for (label, series), color, marker in zip(rows.items(), SERIES, "osD^", strict=False):
+        shares = [predicted / published for predicted, published in series.values()]
+        places = range(len(names), len(names) + len(series))
+        axes.plot(shares, places, marker, ms=5, color=color, label=label)
+        names += [f"{name}: {published:,.0f}" for name, (_, published) in series.items()]
+    axes.set_yticks(range(count), names, fontsize=8)
+    axes.set(xlim=(0.5, 1.5), ylim=(count - 0.4, -0.6), xlabel="predicted over published")
     legend_beside(axes, fontsize=9)
     title(
-        axes, "From datasheets to tokens per second", "virtual time; line: equal; gray: within 25%"
+        axes,
+        "From datasheets to tokens per second",
+        "virtual time; after each row: published tokens/s; gray: within 25%",
     )
     summary = "; ".join(
         f"{name}: "
@@ -239,7 +255,7 @@ def predicted_and_published(rows: Mapping[str, Mapping[str, tuple[float, float]]
     )
     show(
         fig,
-        f"Scatter plot of predicted against published tokens/s. Predicted against published: {summary}.",
+        f"Dot plot of predicted over published tokens/s. Predicted against published: {summary}.",
     )
 
 

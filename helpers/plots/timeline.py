@@ -9,7 +9,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from helpers.plots.style import COLORS, arrow, figure, legend_beside, show, title
 from vgpu import Timeline, TraceEvent, covered_s
-from vgpu.units import format_seconds
+from vgpu.units import format_bytes, format_seconds
 
 _OF_KIND = {
     "forward": COLORS["blue"],
@@ -19,6 +19,7 @@ _OF_KIND = {
     "collective": COLORS["purple"],
     "collective, waiting": "#F3DDEA",  # hatched
     "host at work": "#D5D5D5",
+    "host in one long operation": COLORS["sky"],
     "wait": "#777777",
 }
 _HATCHED = "collective, waiting"
@@ -26,6 +27,8 @@ _HATCHED = "collective, waiting"
 _INVISIBLE = 1 / 2000
 # A bar narrower than this fraction of the axis is a hairline, and a lane with only hairlines looks empty.
 _HAIRLINE = 1 / 500
+# An operation of the host that takes at least this fraction of a recording is long.
+_LONG = 1 / 20
 # Height in inches above the lanes, below them, and per lane.
 _TOP, _BOTTOM, _LANE = 0.65, 0.55, 0.45
 
@@ -74,6 +77,35 @@ def timeline(
     show(fig, _alt(record, lanes))
 
 
+def overlap(record: Timeline, message: str) -> None:
+    """Draw one rank's iteration of DDP, and what each collective is for, with its size.
+
+    The rank's last backward kernels, after the last all-reduce, are its copies out of the buckets.
+    """
+    lanes, left_out = visible(lanes_of(record, devices=record.devices[:1]), record.makespan_s)
+    assert len(lanes) == 2, f"a lane for computing and one for collectives, not {[*lanes]}"
+    fig, axes = figure(width=8.5, height=2.5)
+    _draw(axes, record, message, lanes, record.makespan_s, left_out)
+    factor = 1e3 if axes.get_xlabel() == "ms" else 1e6
+    notes: dict[str, tuple[float, int, str]] = {}  # (time, lane, alignment)
+    events = record.of(record.devices[0])
+    sends = [event for event in events if event.kind == "collective"]
+    buffers = [event for event in sends if event.name == "broadcast"]
+    if buffers:
+        notes["buffers"] = buffers[0].start_s, 1, "left"
+    reduces = [event for event in sends if event.name == "all_reduce"]
+    for event in reduces:
+        notes[format_bytes(event.size_bytes)] = (event.start_s + event.end_s) / 2, 1, "center"
+    copies = [e for e in events if e.backward and e.start_s >= reduces[-1].end_s]
+    if copies:
+        notes["out of the buckets"] = copies[-1].end_s, 0, "right"
+    for text, (time_s, lane, side) in notes.items():
+        place: Any = {"va": "top" if lane else "bottom", "ha": side, "fontsize": 8}
+        axes.text(factor * time_s, 1.42 if lane else -0.42, text, **place)
+    axes.set_ylim(1.85, -1.05)
+    show(fig, f"{_alt(record, lanes)} Labels, from left to right: {', '.join(notes)}.")
+
+
 def _with_waiting(events: Sequence[TraceEvent]) -> list[TraceEvent]:
     """Return the events, plus a waiting event before each collective whose rank waits for others."""
     waiting = [
@@ -93,9 +125,75 @@ def _host_of_rank_0(record: Timeline) -> list[TraceEvent]:
     spans |= {
         (r.start_s, r.end_s) for r in record.host_ranges if r.kind == "work" and r.device == gpu
     }
-    works = [blank._replace(start_s=start_s, end_s=end_s) for start_s, end_s in spans]
+    long_s = _LONG * record.makespan_s
+    works = [
+        blank._replace(
+            kind="host in one long operation" if end_s - start_s > long_s else blank.kind,
+            start_s=start_s,
+            end_s=end_s,
+        )
+        for start_s, end_s in spans
+    ]
     waits = [event for event in record.of(torch.device("cpu")) if event.stream == 0]
     return sorted([*works, *waits], key=lambda event: event.start_s)
+
+
+def traces(records: Mapping[str, Timeline]) -> None:
+    """Draw several runs as their traces show them, each on its own time scale, with one legend.
+
+    Draws GPUs 0 and 2 and rank 0's host, or all GPUs if they send to each other.
+    """
+    every = {}
+    for name, record in records.items():
+        sends = any(event.name == "send" for event in record.events)
+        lanes = lanes_of(record, devices=record.devices if sends else record.devices[::2])
+        with_waits = {lane: _with_waiting(events) for lane, events in lanes.items()}
+        with_waits["host of rank 0"] = _host_of_rank_0(record)
+        every[name], _ = visible(with_waits, record.makespan_s)
+    two_lines = {name: "\n" in "".join(lanes) for name, lanes in every.items()}
+    heights = [
+        (0.32 if two_lines[name] else 0.2) * len(lanes) + 0.62 for name, lanes in every.items()
+    ]
+    shape: Any = {"gridspec_kw": {"height_ratios": heights}, "squeeze": False}
+    fig, grid = figure(len(records), width=8.5, height=sum(heights) + 0.5, **shape)
+    handles: dict[str, Any] = {}
+    for axes, (name, lanes) in zip(grid.flat, every.items(), strict=True):
+        _draw(axes, records[name], name, lanes, records[name].makespan_s, 0)
+        drawn = axes.get_legend()
+        handles |= {h.get_label(): h for h in drawn.legend_handles}
+        drawn.remove()
+        axes.tick_params(labelsize=8)
+    legend: Any = {"loc": "outside upper left", "ncols": 4, "fontsize": 8}
+    fig.legend(handles=[handles[kind] for kind in _OF_KIND if kind in handles], **legend)
+    show(fig, " ".join(f"{name}: {_alt(records[name], lanes)}" for name, lanes in every.items()))
+
+
+def spans(lanes: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], message: str) -> None:
+    """Draw spans of measured traces: for each lane, groups of events with ``ts`` and ``dur``.
+
+    Later groups are drawn over earlier ones.
+    """
+    fig, axes = figure(width=8.5, height=0.9 + 0.55 * len(lanes))
+    groups = {name: None for lane in lanes.values() for name in lane}
+    first = min(
+        event["ts"] for lane in lanes.values() for group in lane.values() for event in group
+    )
+    colors = dict(zip(groups, (COLORS["gray"], COLORS["blue"], COLORS["purple"]), strict=False))
+    for row, lane in enumerate(lanes.values()):
+        for name, events in lane.items():
+            boxes = [((event["ts"] - first) / 1e3, event["dur"] / 1e3) for event in events]
+            axes.broken_barh(boxes, (row - 0.3, 0.6), facecolor=colors[name])
+    axes.set_yticks(range(len(lanes)), list(lanes))
+    axes.set(ylim=(len(lanes) - 0.5, -0.6), xlabel="ms")
+    axes.grid(axis="y", visible=False)
+    legend_beside(axes, handles=[Patch(color=color, label=name) for name, color in colors.items()])
+    title(axes, message, "measured")
+    texts = (
+        f"{label}: {name} {sum(event['dur'] for event in events) / 1e3:.0f} ms"
+        for label, lane in lanes.items()
+        for name, events in lane.items()
+    )
+    show(fig, f"Bars in one lane for each of {len(lanes)} ranks. In all: {'; '.join(texts)}.")
 
 
 def launches(traces: Mapping[str, Sequence[Mapping[str, Any]]], count: int) -> None:
@@ -223,14 +321,21 @@ def lanes_of(
 ) -> dict[str, list[TraceEvent]]:
     """Map each lane's name to its events; every GPU has a lane, even if it did nothing.
 
-    A non-default stream's lane is named after what it does: "vgpu:0, copies out".
+    A non-default stream's lane is named after what it does: "vgpu:0, copies out". Streams that
+    do the same are named after their link if they use only one: "vgpu:0, over NVLink".
     """
     lanes: dict[str, list[TraceEvent]] = {}
     for device in record.devices if devices is None else devices:
-        for stream in record.streams(device) or [0]:
-            events = [event for event in record.of(device) if event.stream == stream]
+        streams = {
+            stream: [event for event in record.of(device) if event.stream == stream]
+            for stream in record.streams(device) or [0]
+        }
+        works = {stream: _work_of(events) for stream, events in streams.items() if stream}
+        for stream, events in streams.items():
             own = _name_of(record, device)
-            name = f"{own}, {_work_of(events)}" if stream else own
+            name = f"{own}, {works[stream]}" if stream else own
+            if stream and list(works.values()).count(works[stream]) > 1:
+                name = f"{own}, {_link_of(events) or works[stream]}"
             while name in lanes:
                 name += " "  # two streams that do the same kind of work
             lanes[name] = events
@@ -266,15 +371,25 @@ def _name_of(record: Timeline, device: torch.device) -> str:
 def _work_of(events: Sequence[TraceEvent]) -> str:
     """Say in a word or two what a stream does, or return its number if it does different things."""
     kinds = {event.kind for event in events}
+    names = sorted({event.name for event in events})
     if kinds == {"collective"}:
-        names = {event.name for event in events}
-        return names.pop().replace("_", "-") if len(names) == 1 else "collectives"
+        pairs = {event.ranks for event in events}
+        if len(pairs) == 1 and names in (["send"], ["recv"]):
+            _, peer = pairs.pop()
+            return f"{names[0]} {'to' if names == ['send'] else 'from'} {peer}"
+        return ",\n".join(names).replace("_", "-") if len(names) < 3 else "collectives"
     if kinds == {"copy"}:
         ways = {"in" if event.device == event.target else "out" for event in events}
         return f"copies {ways.pop()}" if len(ways) == 1 else "copies"
     if kinds == {"kernel"} and all("copy" in event.name for event in events):
         return "copies"  # such as FSDP2's, into the buffer that it gathers
-    return f"stream {events[0].stream}"
+    return names[0] if len(names) == 1 else f"stream {events[0].stream}"
+
+
+def _link_of(events: Sequence[TraceEvent]) -> str:
+    """Return "over NVLink" if all events use links of that kind, otherwise an empty string."""
+    links = {event.link.partition(" ")[0] for event in events}
+    return f"over {links.pop()}" if len(links) == 1 and links != {""} else ""
 
 
 def kind_of(event: TraceEvent) -> str:

@@ -152,7 +152,7 @@ def gained(times_s: Mapping[int, Mapping[int, float]], message: str, how: str) -
         gains = [times_s[width][1] / times_s[width][count] for width in widths]
         axes.plot(widths, gains, marker=marker, color=color, label=f"{count} GPUs")
         axes.axhline(count, color=color, lw=0.8, ls=":", label=f"{count} times as fast")
-    axes.axhline(1, color="black", lw=0.8)
+    axes.axhline(1, color="black", lw=0.8, label="as fast as one GPU")
     log2_ticks(axes, widths)
     axes.set(xlabel="width of the layer", ylabel="speedup over one GPU", ylim=(0, None))
     legend_beside(axes, fontsize=10)
@@ -197,6 +197,51 @@ def speedups(times_s: Mapping[str, Mapping[int, float]], gpu: str) -> None:
     show(fig, f"Line chart of the speedup over one GPU, by number of GPUs. {'; '.join(texts)}.")
 
 
+def tokens_that_hide(enough: Mapping[str, float], per_token_s: float, sequence: int = 8192) -> None:
+    """Plot a layer's arithmetic and its communication by tokens per GPU, with a ring where they cross.
+
+    ``enough`` maps each of four links to the tokens at which both take the same time; ``per_token_s`` is the
+    arithmetic's time for each token. A dotted line marks one ``sequence``.
+    """
+    fig, axes = figure(width=8, height=3.8)
+    low, high = min(enough.values()) / 3, max(enough.values()) * 3
+    ends = [low, high]
+    computing = [1e3 * per_token_s * tokens for tokens in ends]
+    axes.plot(ends, computing, color=COLORS["blue"], label="computing")
+    colors = [COLORS[name] for name in ("orange", "green", "purple", "vermilion")]
+    for (name, tokens), color in zip(enough.items(), colors, strict=True):
+        time_ms = 1e3 * per_token_s * tokens
+        lowest = tokens == min(
+            enough.values()
+        )  # its label is below the line, away from the others'
+        axes.plot(ends, [time_ms] * 2, color=color, label=name)
+        axes.plot([tokens], [time_ms], "o", ms=9, mfc="white", mec=color, mew=2)
+        axes.annotate(
+            f"{tokens:,.0f} tokens",
+            (tokens, time_ms),
+            (8, -13) if lowest else (-8, 5),
+            textcoords="offset points",
+            ha="left" if lowest else "right",
+            fontsize=9,
+        )
+    axes.axvline(sequence, color=COLORS["gray"], ls=":", lw=1.5, label="one sequence")
+    axes.set(xscale="log", yscale="log", xlim=(low, high), xlabel="tokens per GPU")
+    ticks = [1000 * 4**k for k in range(9) if low <= 1000 * 4**k <= high]
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    times_ms = [10**k for k in range(-3, 5) if computing[0] <= 10**k <= computing[1]]
+    axes.set_yticks(times_ms, [f"{time_ms:,g}" for time_ms in times_ms])
+    axes.minorticks_off()
+    axes.set_ylabel("one layer's backward (ms)")
+    legend_beside(axes, fontsize=9)
+    title(axes, "Right of its ring, a link's communication is hidden", "estimated on paper")
+    summary = ", ".join(f"{name} {tokens:,.0f}" for name, tokens in enough.items())
+    show(
+        fig,
+        "Line chart of a layer's time by tokens per GPU, on logarithmic axes. Computing rises, "
+        f"communication is level; they cross at these tokens per GPU: {summary}.",
+    )
+
+
 def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, int]) -> None:
     """Plot million tokens/s by number of GPUs, a line per network; dotted: linear scaling.
 
@@ -210,8 +255,9 @@ def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, i
         axes.plot(counts, [speed[n] for n in counts], "o-", color=color, label=name)
     axes.set(xscale="log", yscale="log", xlabel="GPUs, and tokens per GPU and step")
     axes.set_xticks(counts, [f"{n}\n{tokens[n]:,}" for n in counts])
-    doublings = [first / 2 * 2**k for k in range(1, 1 + (counts[-1] // counts[0]).bit_length())]
-    axes.set_yticks(doublings, [f"{speed:.3g}" for speed in doublings])
+    lowest = min(speed[counts[0]] for speed in speeds.values())
+    ticks = [2**k for k in range(20) if lowest / 2 < 2**k <= first * counts[-1] / counts[0]]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_ylabel("million tokens/s, all GPUs")
     axes.legend(loc="upper left", fontsize=9)

@@ -88,16 +88,16 @@ def learning_curves(history: Sequence[Mapping[str, float]], device: object) -> N
     percent = [100 * record["test_accuracy"] for record in history]
     right.plot(epochs, percent, color=COLORS["orange"], marker="o", markersize=4)
     right.axhline(97, color=COLORS["gray"], linewidth=1, linestyle="--")
-    right.annotate("97 %", (1, 97), textcoords="offset points", xytext=(0, 4), color="#666666")
+    right.annotate("97%", (1, 97), textcoords="offset points", xytext=(0, 4), color="#666666")
     right.set(xlabel="epoch", ylabel="held-out accuracy (%)")
-    title(right, f"{percent[-1]:.1f} % after {len(history)} epochs", f"measured, {device}")
+    title(right, f"{percent[-1]:.1f}% after {len(history)} epochs", f"measured, {device}")
     first, last = history[0], history[-1]
     show(
         fig,
         f"Two line charts over {len(history)} epochs. Cross-entropy falls from {first['train_loss']:.2f} to "
         f"{last['train_loss']:.2f} nats on the training images and from {first['test_loss']:.2f} to "
         f"{last['test_loss']:.2f} on the held-out ones. Held-out accuracy goes from "
-        f"{percent[0]:.1f} % to {percent[-1]:.1f} %.",
+        f"{percent[0]:.1f}% to {percent[-1]:.1f}%.",
     )
 
 
@@ -125,13 +125,14 @@ def resumed_curves(
     stopped_after: int,
     device: object,
 ) -> None:
-    """Plot the loss at each step of an uninterrupted run, and of runs resumed after ``stopped_after`` steps.
+    """Plot the losses of an uninterrupted run, and of runs resumed after ``stopped_after`` steps.
 
-    ``resumed`` maps a label to all of that run's losses in nats, from the first step on. The lower panel
+    The plot starts five steps before the stop. ``resumed`` maps a label to all of that run's losses in nats, from the first step on. The lower panel
     shows each run's distance from the uninterrupted run.
     """
     fig, (above, below) = figure(2, 1, height=4.6, sharex=True)
-    above.plot(whole, color="#BBBBBB", linewidth=6, label="uninterrupted")
+    shown = range(max(0, stopped_after - 5), len(whole))
+    above.plot(shown, whole[shown.start :], color="#BBBBBB", linewidth=6, label="uninterrupted")
     looks: Any = zip(("vermilion", "blue"), ("-", "--"), strict=True)
     for (label, losses), (color, line) in zip(resumed.items(), looks, strict=False):
         steps = range(stopped_after, len(losses))
@@ -139,6 +140,10 @@ def resumed_curves(
         above.plot(steps, losses[stopped_after:], **style)
         off = [abs(losses[step] - whole[step]) for step in steps]
         below.plot(steps, off, **style)
+        if not any(off):
+            below.annotate(
+                "exactly 0", (steps[-1], 0), (0, 5), textcoords="offset points", ha="right"
+            )
     for axes in (above, below):
         axes.axvline(stopped_after - 0.5, color=COLORS["gray"], linewidth=1)
     above.set(ylabel="loss (nats)")
@@ -194,7 +199,7 @@ def by_batch(learned: Mapping[tuple[str, int], Sequence[float]]) -> None:
     title(
         axes,
         "A larger batch needs a larger learning rate, up to a point",
-        "measured; points: single seeds",
+        "measured; points: single seeds, shifted sideways to tell them apart",
     )
     summary = "; ".join(
         f"batch size {batch}, rate {way}: {statistics.mean(losses):.2f}"

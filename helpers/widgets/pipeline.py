@@ -17,16 +17,17 @@ import vgpu
 from helpers import plots
 from helpers.widgets.live import explorer, steps
 from vgpu.plan.schedules import KINDS, SimulatedSchedule, Times, peaks_in_flight, simulate
+from vgpu.profiling.memory import ACTIVATIONS
 from vgpu.tables import Table
 from vgpu.units import format_bytes, format_seconds
 
-# The network and batch for virtual time: float16, with 10 billion parameters, more than the largest
-# preset GPU can train.
-LAYERS, WIDTH, HEADS, TOKENS, BATCH = 32, 5120, 40, 512, 64
+# The network and batch for virtual time: float16, with 9 billion parameters, more than an H100 can
+# train.
+LAYERS, WIDTH, HEADS, TOKENS, BATCH = 32, 4864, 38, 512, 64
 
 # Mixed precision with Adam: weight and gradient in float16; weight, momentum and variance in
 # float32 (Rajbhandari et al., 2020, "ZeRO", 3.1).
-BYTES_PER_PARAMETER = 2 + 2 + 4 + 4 + 4
+BYTES_PER_PARAMETER = {"parameters": 2, "gradients": 2, "optimizer state": 4 + 4 + 4}
 
 _UNITS = "units of time"
 
@@ -67,12 +68,17 @@ class Answer:
         row = self.simulated.boxes[0]
         return self.simulated.schedule.devices * sum(box.end - box.start for box in row)
 
+    def bytes_by_cause(self) -> list[dict[str, int]]:
+        """Return the bytes by cause on each device, at its peak."""
+        assert self.cost is not None
+        parameters = self.layers * self.cost.parameters
+        chunk = self.layers * self.cost.activation_bytes // self.simulated.schedule.chunks
+        held = {name: size * parameters for name, size in BYTES_PER_PARAMETER.items()}
+        return [{**held, ACTIVATIONS: count * chunk} for count in self.in_flight]
+
     def peak_bytes(self) -> list[int]:
         """Return the bytes of parameters, gradients, optimizer state and activations per device."""
-        assert self.cost is not None
-        held = self.layers * self.cost.parameters * BYTES_PER_PARAMETER
-        chunk = self.layers * self.cost.activation_bytes // self.simulated.schedule.chunks
-        return [held + count * chunk for count in self.in_flight]
+        return [sum(causes.values()) for causes in self.bytes_by_cause()]
 
 
 def answer(kind: str, devices: int, micro_batches: int, gpu: str | None = None) -> Answer:

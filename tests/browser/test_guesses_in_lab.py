@@ -49,10 +49,10 @@ def test_a_typed_guess_opens_its_explanation_and_run_all_does_not_wait_for_it(le
 
 
 def test_a_guess_with_buttons_can_be_skipped(lesson):
-    asked, met = index_of(lesson, 'guess("4d"'), index_of(lesson, "guess_4d.compare")
+    asked, met = index_of(lesson, 'guess("4e"'), index_of(lesson, "guess_4e.compare")
     buttons = lesson.show(asked).locator("button.jupyter-button")
     assert buttons.all_inner_texts() == ["it complains", "not a word", "skip"]
     buttons.last.click()
     lesson.show(met).get_by_text("not guessed").wait_for(timeout=30_000)
-    explanation = index_of(lesson, 'class="why-4d"')
+    explanation = index_of(lesson, 'class="why-4e"')
     assert lesson.show(explanation).locator("details").evaluate("each => each.open")

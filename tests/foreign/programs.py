@@ -9,12 +9,13 @@ import json
 import pickle
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
-from results import Done, Result, compare, judge, printed, ranks, run
+from results import ROOT, Done, Result, compare, judge, printed, ranks, run
 
 TEXT = "".join(f"{a} times {b} is {a * b}.\n" for a in range(60) for b in range(60))
 
@@ -197,13 +198,16 @@ def nanochat(folder: Path) -> Result:
 def torchtitan(folder: Path) -> Result:
     """Run torchtitan.train with the debug models of Llama 3 and DeepSeek-V3 in multiple layouts.
 
-    Each is compared with one GPU, and one GPU with the CPU; all start from the same checkpoint. All
-    documents are identical, so that two ranks see the same data as one.
+    Each is compared with one GPU, and one GPU with the CPU; all start from the same checkpoint.
+    Each step takes the same four documents, which data-parallel ranks share.
     """
-    result = Result()
     data = folder / "tests" / "assets" / "c4_test" / "data.json"
     data.parent.mkdir(parents=True, exist_ok=True)
-    data.write_text((json.dumps({"text": TEXT[:800]}) + "\n") * 4000, "utf-8")
+    letters = [chr(code) for code in range(33, 127)]  # each is a token
+    texts = ["".join(letters[(37 * k + (k + 1) * i) % 94] for i in range(255)) for k in range(4)]
+    # Ranks read contiguous parts: with 4 * 129 documents, each part begins with a different text.
+    lines = [json.dumps({"text": texts[i % 4]}) + "\n" for i in range(4 * 129)]
+    data.write_text("".join(lines), "utf-8")
     on_cpu = folder.with_name("on_cpu")
     shutil.copytree(folder, on_cpu)
     code = on_cpu / "torchtitan"
@@ -222,54 +226,80 @@ def torchtitan(folder: Path) -> Result:
         ("return device_memory_monitor", "device_memory_monitor.get_peak_stats = (\n"
          "        lambda: DeviceMemStats(*[0.0] * 6))\n    return device_memory_monitor"),
     )  # fmt: skip
+    names = {
+        "fsdp": "data_parallel_shard", "ddp": "data_parallel_replicate", "tp": "tensor_parallel",
+        "cp": "context_parallel", "pp": "pipeline_parallel", "ep": "expert_parallel",
+    }  # fmt: skip
 
-    def train(model: str, gpus: int, *arguments: str, seed: bool = False) -> Done:
-        out = folder / "out"
-        shutil.rmtree(out, ignore_errors=True)
-        if not seed:
-            shutil.copytree(folder / model, out)
+    def job(model: str, sizes: Mapping[str, int], *arguments: str) -> list[object]:
+        """Return the number of ranks, the rank that prints the loss, and torchtitan's arguments."""
+        sizes = dict.fromkeys(names, 1) | sizes
+        gpus = prod(size for name, size in sizes.items() if name != "ep")  # EP splits FSDP's ranks
+        data_parallel, pp = sizes["fsdp"] * sizes["ddp"], sizes["pp"]
+        tokens = 512 if sizes["cp"] > 1 else 512 // data_parallel if pp > 1 else 256
+        start = folder / model / "checkpoint" / "step-0"
+        return [gpus, gpus - gpus // pp, [
+            f"--module={model}", f"--config={model}_debugmodel", f"--dump_folder={folder / 'out'}",
+            "--training.steps=3", "--training.num_tokens_per_train_step=1024",
+            f"--training.num_tokens_per_microbatch_per_dp_rank={tokens}",
+            "--training.max_context_length=256", "--training.mixed_precision_param=float32",
+            "--training.disable_cuda_graphs", "--lr_scheduler.total_steps=10",
+            "--checkpoint.enable", f"--checkpoint.initial_load_path={start}",
+            "--checkpoint.load_only", "--comm.train_timeout_seconds=600",
+            "--parallelism.num_pp_microbatches=2",
+            *(f"--parallelism.{names[of]}_degree={size}" for of, size in sizes.items()), *arguments,
+        ]]  # fmt: skip
+
+    def train(jobs: Mapping[str, list[object]], gpus: int) -> dict[str, Done]:
+        """Run these one after the other. gpus: 0 for the CPU."""
+        place = folder if gpus else on_cpu
+        (place / "jobs.json").write_text(json.dumps([*jobs.values()]), "utf-8")
         done = run(
-            *ranks(gpus or 1), "--role=rank", "--tee=3", "--local-ranks-filter=0",
-            "-m", "torchtitan.train", f"--module={model}", f"--config={model}_debugmodel",
-            "--training.steps=3", "--training.num_tokens_per_microbatch_per_dp_rank=256",
-            "--training.max_context_length=128", "--training.mixed_precision_param=float32",
-            "--training.disable_cuda_graphs", "--checkpoint.enable", "--checkpoint.interval=100",
-            f"--dump_folder={out}", *arguments,
-            gpus=gpus, folder=folder if gpus else on_cpu,
-            variables={} if gpus else {"TORCHDYNAMO_DISABLE": "1"},
+            Path(__file__).with_name("forked_training.py"), "jobs.json", gpus=gpus,
+            folder=place, time_limit_s=7200, variables={"PYTHONPATH": f"{ROOT}:{place}"}
+            | ({} if gpus else {"TORCHDYNAMO_DISABLE": "1"}),
         )  # fmt: skip
-        if seed:
-            shutil.move(out, folder / model)
-        return done
+        found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        ended = [Done([], job["code"], job["output"], done.stderr) for job in found]
+        return dict(zip(jobs, [*ended, *[done] * (len(jobs) - len(ended))], strict=True))
 
-    losses = printed(r"loss:")
-    degree = "--parallelism.{}_degree={}".format
-    shard, replicate = "data_parallel_shard", "data_parallel_replicate"
-    tp, pp, cp = "tensor_parallel", "pipeline_parallel", "context_parallel"
-    layouts = [
-        ("FSDP 2", {shard: 2}), ("DDP 2", {replicate: 2, shard: 1}), ("TP 2", {tp: 2}),
-        ("CP 2", {cp: 2}), ("PP 2", {pp: 2}), ("FSDP 2 and TP 2", {shard: 2, tp: 2}),
-    ]  # fmt: skip
-    ep = "expert_parallel"  # splits the GPUs that shard the other parameters
-    experts = [("FSDP 2", {shard: 2}), ("FSDP 2 with EP 2", {shard: 2, ep: 2})]
-    for model, tried in (("llama3", layouts), ("deepseek_v3", experts)):
-        judge(
-            result, f"{model}, seed checkpoint",
-            train(model, 1, "--checkpoint.create_seed_checkpoint", "--debug.seed=42", seed=True),
+    layouts = {
+        "llama3": [
+            {"fsdp": 2}, {"ddp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"fsdp": 2, "tp": 2},
+            {"fsdp": 2, "cp": 2}, {"fsdp": 2, "pp": 2}, {"tp": 2, "pp": 2},
+        ],
+        "deepseek_v3": [{"fsdp": 2}, {"fsdp": 2, "ep": 2}, {"fsdp": 4, "ep": 2}, {"pp": 2}],
+    }  # fmt: skip
+    jobs: dict[str, list[object]] = {}
+    for model, tried in layouts.items():
+        jobs[f"{model}, seed checkpoint"] = job(
+            model, {}, "--checkpoint.create_seed_checkpoint", "--debug.seed=42",
+            "--checkpoint.no-load_only", f"--dump_folder={folder / model}",
         )  # fmt: skip
-        one = train(model, 1)
-        compare(result, f"{model}, 1 GPU", one, train(model, 0), losses)
-        for name, sizes in tried:
-            pipeline = [
-                "--parallelism.pipeline_parallel_schedule=1F1B", "--parallelism.num_pp_microbatches=2",
-                "--training.num_tokens_per_microbatch_per_dp_rank=128",
-            ] if pp in sizes else []  # fmt: skip
-            options = [degree(of, size) for of, size in sizes.items()]
-            gpus = int(np.prod([size for of, size in sizes.items() if of != ep]))
-            done = train(model, gpus, *options, *pipeline)
-            compare(result, f"{model}, {name}", done, one, losses)
-    judge(result, "llama3, compiled", train("llama3", 1, "--compile.enable"))
-    judge(result, "llama3, CUDA graphs", train("llama3", 1, "--training.no-disable_cuda_graphs"))
+        jobs[f"{model}, 1 GPU"] = job(model, {})
+        for sizes in tried:
+            jobs[f"{model}, " + " ".join(f"{of}{n}" for of, n in sizes.items())] = job(model, sizes)
+    saving = ["--checkpoint.no-load_only", f"--dump_folder={folder / 'saved'}"]
+    schedule = "--parallelism.pipeline_parallel_schedule=1F1B"  # Llama 3's default: interleaved
+    other = {
+        "1F1B": job("llama3", {"pp": 2}, schedule),
+        "saved": job("llama3", {"fsdp": 2}, *saving, "--training.steps=1"),
+        "resumed": job("llama3", {"fsdp": 2}, *saving),
+        "compiled": job("llama3", {"tp": 2}, "--compile.enable"),
+        "CUDA graphs": job("llama3", {}, "--training.no-disable_cuda_graphs"),
+    }
+    done = train(jobs | {f"llama3, {name}": run for name, run in other.items()}, 4)
+    done["llama3, resumed"].stdout = (
+        done.pop("llama3, saved").stdout + done["llama3, resumed"].stdout
+    )
+    cpu = train({f"{model}, 1 GPU": job(model, {}) for model in layouts}, 0)
+    result, losses = Result(), printed(r"loss:")
+    for name, ended in done.items():
+        if name.endswith(("seed checkpoint", "CUDA graphs")):
+            judge(result, name, ended)
+        else:
+            one = f"{name.partition(',')[0]}, 1 GPU"
+            compare(result, name, ended, cpu[one] if name == one else done[one], losses)
     return result
 
 

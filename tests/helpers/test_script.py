@@ -23,8 +23,21 @@ def test_show_lines_returns_the_lines_of_the_file():
     assert function.startswith("def divide(") and function in text
     first, last = map(int, shown.split("\n")[1].removeprefix("# train.py, lines ").split(" to "))
     assert text.splitlines()[first - 1 : last] == function.splitlines()
-    assert "# gpt.py, lines" in shown and "# checkpoints.py, lines" in shown
+    assert "# helpers/gpt.py, lines" in shown and "# helpers/checkpoints.py, lines" in shown
     assert "self.writing = dcp.async_save" in shown
+
+
+def test_show_lines_returns_a_statement_of_a_function_by_how_it_starts():
+    parts = script.show_lines("train: if step % 10", "train: if step % options").data.split(
+        "\n\n\n"
+    )
+    first, second = (part.removeprefix("```python\n").split("\n") for part in parts)
+    assert first[1].startswith("if step % 10 == 0") and "    dist.all_reduce(loss)" in first
+    assert second[1] == "if step % options.save_every == 0 or ends:"
+    assert second[2] == "    checkpoints.save(step)"
+    assert "# helpers/gpt.py, line " in script.show_lines("join: dist.init").data
+    with pytest.raises(ValueError, match="does not define 'train: if nothing'"):
+        script.show_lines("train: if nothing")
 
 
 def test_show_lines_rejects_an_unknown_name_and_lists_the_known_ones():

@@ -158,6 +158,18 @@ def fill(model, folder):
     ],
     "13.2": [
         """
+whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+my_plan = {
+    **first_plan,
+    "attention": PrepareModuleInput(
+        input_layouts=(Replicate(), None, None), desired_input_layouts=(Replicate(), None, None)
+    ),
+    "feed_*ward": whole,
+}
+""",
+    ],
+    "13.3": [
+        """
 mended = {
     **faulty,
     "attention.[kv]*": ColwiseParallel(),

@@ -228,7 +228,7 @@ def _is_premultiplied(value: Any) -> bool:
 
 
 def _refuse_symmetric_memory(module: ModuleType, changes: Changes) -> None:
-    for name in ("empty", "rendezvous"):
+    for name in ("empty", "rendezvous", "get_mempool_allocator"):
         changes.wrap(module, name, _refusing_virtual)
 
 
@@ -237,14 +237,14 @@ def _refusing_virtual(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def refusing(*args: Any, **kwargs: Any) -> Any:
-        places = [kwargs.get("device"), *(v.device for v in args if isinstance(v, torch.Tensor))]
-        for device in places:
-            if is_virtual_device(device):
-                raise NotImplementedError(
-                    f"{plain.__name__}() on {device}: symmetric memory needs GPUs that read each "
-                    "other's memory, and virtual GPUs of different ranks can't; use the "
-                    "collectives of torch.distributed, such as all_reduce"
-                )
+        given = inspect.signature(plain).bind(*args, **kwargs).arguments
+        device = given["tensor"].device if "tensor" in given else given.get("device")
+        if is_virtual_device(device):
+            raise NotImplementedError(
+                f"{plain.__name__}() on {device}: symmetric memory needs GPUs that read each "
+                "other's memory, and virtual GPUs of different ranks can't; use the "
+                "collectives of torch.distributed, such as all_reduce"
+            )
         return plain(*args, **kwargs)
 
     return refusing

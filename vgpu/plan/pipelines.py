@@ -416,10 +416,9 @@ def _timeline(
     for device, row, update in zip(devices, simulated.boxes, updates, strict=True):
         for box in row:
             name = simulated.schedule.text(box.action)
-            part = timelines[box.action]
-            events += _moved(part, device, box.start, name)
-            end_s = box.start + part.makespan_s
-            ranges.append(HostRange(name, "range", device, 0, False, box.start, end_s))
+            events += _moved(timelines[box.action], device, box.start, name)
+            # A reduction may outlast its action, but the host's ranges must not overlap.
+            ranges.append(HostRange(name, "range", device, 0, False, box.start, box.end))
         reduced_s = _reduced_s(row, timelines)
         events += _moved(update, device, reduced_s, "update")
         makespan_s = max(makespan_s, reduced_s + update.makespan_s)

@@ -251,7 +251,14 @@ def _check_counts(devices: int, micro_batches: int, chunks: int = 1) -> None:
 
 
 class DeadlockError(ValueError):
-    """A schedule's rows wait for each other; the message says which device waits for what."""
+    """A schedule's rows wait for each other; the message says which device waits for what.
+
+    ``at`` maps each device that's stuck to its next action, such as "B0".
+    """
+
+    def __init__(self, message: str, at: dict[int, str]) -> None:
+        super().__init__(message)
+        self.at = at
 
 
 @dataclass(frozen=True)
@@ -350,7 +357,10 @@ def simulate(schedule: Schedule, times: Times | None = None) -> SimulatedSchedul
             done.append(Box(action, start, ended[action]))
             free += waiting.pop(action, ())
     if any(len(done) < len(row) for done, row in zip(rows, schedule.rows, strict=True)):
-        raise DeadlockError(_deadlock(schedule, [len(done) for done in rows], set(ended)))
+        nexts = zip(rows, schedule.rows, strict=True)
+        at = {d: row[len(done)] for d, (done, row) in enumerate(nexts) if len(done) < len(row)}
+        message = _deadlock(schedule, [len(done) for done in rows], set(ended))
+        raise DeadlockError(message, {d: schedule.text(action) for d, action in at.items()})
     return SimulatedSchedule(schedule, tuple(tuple(row) for row in rows))
 
 

@@ -38,6 +38,10 @@ _SPARSE_REDUCE = (
     "PyTorch supports torch.sparse.mm with a reduction only on the CPU, even with real GPUs: call "
     "it on CPU tensors, or without reduce"
 )
+_SYMMETRIC = (
+    "operators that use symmetric memory (torch.ops.symm_mem) are not supported on virtual GPUs: "
+    "call the collective, such as torch.distributed.all_gather_into_tensor, and then torch.matmul"
+)
 _STORAGE = (
     "a storage alone cannot be created on or moved to a virtual GPU: create a tensor there, such as "
     "torch.empty(n, dtype=torch.uint8, device='vgpu:0')"
@@ -54,6 +58,12 @@ _REFUSED = {
     "aten::quantize_per_channel": _QUANTIZED,
     "aten::quantize_per_tensor": _QUANTIZED,
     "aten::quantize_per_tensor_dynamic": _QUANTIZED,
+    "symm_mem::_low_contention_all_gather": _SYMMETRIC,
+    "symm_mem::_low_contention_reduce_scatter": _SYMMETRIC,
+    "symm_mem::fused_all_gather_matmul": _SYMMETRIC,
+    "symm_mem::fused_all_gather_scaled_matmul": _SYMMETRIC,
+    "symm_mem::fused_matmul_reduce_scatter": _SYMMETRIC,
+    "symm_mem::fused_scaled_matmul_reduce_scatter": _SYMMETRIC,
 }
 
 

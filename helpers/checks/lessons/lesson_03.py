@@ -1,8 +1,10 @@
-"""Checks for lesson 03: an honest evaluation, one read-back per epoch, resuming within an epoch."""
+"""Checks for lesson 03: evaluating, one read-back per epoch, checkpoints, resuming in an epoch."""
 
 import copy
 import inspect
+import io
 import math
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -15,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from helpers import devices
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
+from helpers.checks.describing import describe
 from helpers.checks.watchers import CLASSES, FEATURES, Augmented, ReadBacks, Trainer, Watched
 
 
@@ -185,7 +188,7 @@ def _check_quiet(model: Watched, plain: Watched, given: str) -> None:
         expect_close(mine[name], value, given=f"{name} after the epoch; {given}", hint=hint)
 
 
-@exercise("3.3", "Stop in the middle of an epoch")
+@exercise("3.4", "Stop in the middle of an epoch")
 def check_remaining_batches(remaining_batches: Callable) -> dict[str, Any]:
     random_state = torch.get_rng_state()
     try:
@@ -241,6 +244,120 @@ def _check_one_resume(remaining_batches: Callable, total: int, done: int) -> Non
     _expect_same_losses(
         part.losses, whole.losses[done:], f"the losses up to the end; {given}", done
     )
+
+
+_PARTS = {
+    "model": "Without its weights, the run starts over: run.model.state_dict().",
+    "optimizer": "AdamW's moments start at zero: run.optimizer.state_dict().",
+    "scheduler": "The learning rate starts its schedule over: run.scheduler.state_dict().",
+    "order": "The next epoch comes in a different order: run.loader.generator.get_state().",
+    "cpu_random": "Whatever draws on the CPU continues differently: torch.get_rng_state().",
+    "gpu_random": "Dropout drops other activations: gpu_api.get_rng_state(device).",
+    "losses": "The record of the losses ends at the stop: run.losses.",
+    "epochs_done": "The resumed run doesn't know how many epochs are left: run.epochs_done.",
+}
+
+
+@exercise("3.3", "What a checkpoint must hold")
+def check_state(state: Callable) -> dict[str, Any]:
+    device = devices.lab(1)[0]
+    gpu_api = torch.get_device_module(device)
+    states = torch.get_rng_state(), gpu_api.get_rng_state(device)
+    try:
+        run = _SmallRun(device)
+        run.train(random.randint(2, 3))
+        expected = _saved_and_loaded(
+            {
+                "model": run.model.state_dict(),
+                "optimizer": run.optimizer.state_dict(),
+                "scheduler": run.scheduler.state_dict(),
+                "order": run.loader.generator.get_state(),
+                "cpu_random": torch.get_rng_state(),
+                "gpu_random": gpu_api.get_rng_state(device),
+                "losses": run.losses,
+                "epochs_done": run.epochs_done,
+            }
+        )
+        with for_input(f"a run after {run.epochs_done} epochs"):
+            saved = _saved_and_loaded(state(run))
+            for name, part in expected.items():
+                if not _same(saved[name], part):
+                    raise Wrong(
+                        yours=f"{name}: {describe(saved[name])}, another state than the run's",
+                        expected=f"{name}: {describe(part)}",
+                        hint=_PARTS[name],
+                    )
+    finally:
+        torch.set_rng_state(states[0])
+        gpu_api.set_rng_state(states[1], device)
+    return {"your checkpoint": f"{len(saved)} parts, each equal to the run's after loading"}
+
+
+def _same(yours: Any, expected: Any) -> bool:
+    if isinstance(expected, dict):
+        return (
+            isinstance(yours, dict)
+            and yours.keys() == expected.keys()
+            and all(_same(yours[key], value) for key, value in expected.items())
+        )
+    if isinstance(expected, torch.Tensor):
+        return isinstance(yours, torch.Tensor) and torch.equal(yours, expected)
+    return bool(type(yours) is type(expected) and yours == expected)
+
+
+class _SmallRun:
+    """A run as in the lesson, with a network of four inputs, six batches an epoch, and dropout."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 2)).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        data = TensorDataset(torch.linspace(-1, 1, 96).reshape(24, 4), torch.arange(24) % 2)
+        order = torch.Generator().manual_seed(random.randrange(2**31))
+        self.loader = DataLoader(data, 4, shuffle=True, generator=order)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.01, total_steps=60)
+        self.losses: list[float] = []
+        self.epochs_done = 0
+
+    def train(self, epochs: int) -> None:
+        for inputs, labels in (batch for _ in range(epochs) for batch in self.loader):
+            noisy = (inputs + 0.1 * torch.randn(inputs.shape)).to(self.device)
+            loss = F.cross_entropy(self.model(noisy), labels.to(self.device))
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.losses.append(loss.item())
+        self.epochs_done += epochs
+
+
+def _saved_and_loaded(answer: Any) -> dict[str, Any]:
+    """Save the answer and load it, as the lesson does; raise Wrong for what's missing or rejected."""
+    if not isinstance(answer, dict):
+        raise Wrong(yours=answer, expected="a dictionary", hint="Return one entry per part.")
+    missing = [name for name in _PARTS if name not in answer]
+    if missing:
+        raise Wrong(
+            yours=f"{len(answer)} parts, without {', '.join(missing)}",
+            expected=f"the parts {', '.join(_PARTS)}",
+            hint=_PARTS[missing[0]],
+        )
+    file = io.BytesIO()
+    torch.save(answer, file)
+    file.seek(0)
+    try:
+        loaded: dict[str, Any] = torch.load(file, map_location="cpu")
+    except pickle.UnpicklingError:
+        whole = [name for name, part in answer.items() if not isinstance(part, _PLAIN)]
+        raise Wrong(
+            yours=f"{', '.join(whole) or 'a part'} as an object",
+            expected="tensors, numbers and containers, which torch.load allows",
+            hint="Save what .state_dict() or .get_state() returns, not the object itself.",
+        ) from None
+    return loaded
+
+
+_PLAIN = (torch.Tensor, dict, list, tuple, int, float, str)
 
 
 def _expect_iterable(answer: Any) -> None:

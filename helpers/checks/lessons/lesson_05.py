@@ -149,8 +149,8 @@ def _samples(seen: list[tuple[str, int]]) -> str:
     return ", ".join(f"{size} on {device}" for device, size in seen) or "no forward pass at all"
 
 
-class _LossInForward(nn.Module):
-    """The reference for the budget: one summed loss from each replica."""
+class _WithLoss(nn.Module):
+    """The reference: each replica returns its own chunk's summed loss."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -160,67 +160,87 @@ class _LossInForward(nn.Module):
         return F.cross_entropy(self.module(batch), labels, reduction="sum").unsqueeze(0)
 
 
-@exercise("5.2", "Within a memory budget")
-def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
+@exercise("5.2", "Return the loss")
+def with_loss(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
     gpus = devices.lab(2)
     size = 2 * random.randint(90, 110) + 1
     batch, labels = torch.randn(size, 64), torch.randint(2000, (size,))
-    given = f"a batch of {size}, 2000 outputs per sample, 2 GPUs"
-    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 2000))
+    # So few parameters that the peaks are the outputs', not the summed gradients'.
+    model = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 2000))
     single = copy.deepcopy(model)
     F.cross_entropy(single(batch), labels).backward()
 
-    def gathered(module: nn.Module, x: torch.Tensor, y: torch.Tensor, gpus: Any) -> None:
+    def gathered(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
         F.cross_entropy(nn.DataParallel(module, gpus)(x), y).backward()
 
-    def in_forward(module: nn.Module, x: torch.Tensor, y: torch.Tensor, gpus: Any) -> None:
-        (nn.DataParallel(_LossInForward(module), gpus)(x, y).sum() / len(x)).backward()
+    def in_forward(wrapper: Callable[[nn.Module], nn.Module]) -> Callable[..., None]:
+        def step(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+            (nn.DataParallel(wrapper(module), gpus)(x, y).sum() / len(x)).backward()
 
-    ran_on: list[torch.device] = []
+        return step
 
-    def peak_of(step: Callable[..., object]) -> tuple[list[int], nn.Module]:
+    def peaks_of(step: Callable[..., None]) -> tuple[list[int], nn.Module]:
         module = copy.deepcopy(model).to(gpus[0])
-        ran_on.clear()
-        module.register_forward_pre_hook(lambda _, inputs: ran_on.append(inputs[0].device))
         x, y = batch.to(gpus[0]), labels.to(gpus[0])
-        with for_input(given):
-            return peaks_during(lambda: step(module, x, y, gpus), gpus), module
+        return peaks_during(lambda: step(module, x, y), gpus), module
 
+    with for_input(f"{size} samples on one GPU, without DataParallel"):
+        _judge_loss(answer, copy.deepcopy(model).to(gpus[0]), batch.to(gpus[0]), labels)
     # Halfway between the usual way and the lean one, independent of this machine's allocator.
-    usual, lean = max(peak_of(gathered)[0]), peak_of(in_forward)[0]
-    budget = (usual + max(lean)) // 2
-    peaks, module = peak_of(answer)
-    with for_input(given):
+    usual = max(peaks_of(gathered)[0])
+    budget = (usual + max(peaks_of(in_forward(_WithLoss))[0])) // 2
+    with for_input(f"a batch of {size}, 2000 outputs per sample, 2 GPUs"):
+        peaks, module = peaks_of(in_forward(answer))
         _judge_mean_gradients(module, single)
-        if min(peaks) < batch.nbytes // 4:
-            raise Wrong(
-                yours=f"{gpus[1]} is unused",
-                expected="both GPUs compute",
-                hint="Split the batch across both GPUs.",
-            )
         if max(peaks) > budget:
-            hint = "The full batch's outputs are on GPU 0. Return the loss from forward."
-            if len(ran_on) > len(gpus):
-                hint = (
-                    f"{len(ran_on)} forward passes in one step: gradients or graphs from earlier "
-                    "ones stay allocated while later ones run. One forward pass per GPU is enough."
-                )
-            elif peaks[1] > 1.1 * lean[1]:
-                hint = (
-                    "Each GPU holds more than it needs: something still refers to its outputs "
-                    "while backward runs. Compute the loss in forward, which releases them."
-                )
-            on_each = zip(gpus, peaks, strict=True)
             raise Wrong(
-                yours=", ".join(f"{gpu}: {format_bytes(peak)}" for gpu, peak in on_each),
+                yours=_peaks(gpus, peaks),
                 expected=f"at most {format_bytes(budget)} on each",
-                hint=hint,
+                hint="One GPU holds more than its own chunk's outputs. Compute each loss where the "
+                "outputs are, and keep no outputs anywhere.",
             )
     return {
-        **{f"your peak on {g}": format_bytes(p) for g, p in zip(gpus, peaks, strict=True)},
-        "budget": f"{format_bytes(budget)}; with outputs gathered, the peak is "
-        f"{format_bytes(usual)}",
+        "your peaks": _peaks(gpus, peaks),
+        "with outputs gathered": f"{format_bytes(usual)} on {gpus[0]}",
     }
+
+
+def _peaks(gpus: list[torch.device], peaks: list[int]) -> str:
+    return ", ".join(f"{gpu}: {format_bytes(peak)}" for gpu, peak in zip(gpus, peaks, strict=True))
+
+
+def _judge_loss(
+    answer: Callable[[nn.Module], nn.Module], module: nn.Module, x: torch.Tensor, y: torch.Tensor
+) -> None:
+    """Raise Wrong unless the wrapped module returns the summed loss, of shape (1,)."""
+    y = y.to(x.device)
+    expected = _WithLoss(module)(x, y)
+    inside: Any = answer(module)
+    if not isinstance(inside, nn.Module):
+        raise Wrong(yours=inside, expected="a module", hint="Pass the class WithLoss to check.")
+    yours: Any = inside(x, y)
+    expect_tensor(yours, hint="Return the loss as a tensor, with its graph: without .item().")
+    if yours.shape != (1,):
+        hint = "One value from each GPU: compute the loss in forward, summed over the chunk."
+        if not yours.shape:
+            hint = (
+                "Outputs are joined along dimension 0, which a 0-dim tensor doesn't have: "
+                "add one with unsqueeze(0)."
+            )
+        raise Wrong(yours=f"shape {tuple(yours.shape)}", expected="shape (1,)", hint=hint)
+    if not yours.requires_grad:
+        raise Wrong(
+            yours="a loss without a graph",
+            expected="a loss that backward can start from",
+            hint="Don't detach the loss, and compute it with gradients enabled.",
+        )
+    hint = "Return F.cross_entropy of the module's outputs, summed over the chunk."
+    if torch.allclose(yours * len(x), expected, rtol=1e-3):
+        hint = (
+            "That's the mean over the chunk. The step adds up the losses and divides by the batch "
+            "size, so return the sum: with chunks of different sizes, the mean of the means is wrong."
+        )
+    expect_close(yours, expected, hint=hint, rtol=1e-3, atol=1e-3)
 
 
 def _judge_mean_gradients(module: nn.Module, single: nn.Module) -> None:
@@ -228,13 +248,9 @@ def _judge_mean_gradients(module: nn.Module, single: nn.Module) -> None:
     for (name, mine), theirs in zip(module.named_parameters(), single.parameters(), strict=True):
         hint = f"The gradient of {name} differs from that of the mean loss over the full batch."
         if mine.grad is None:
+            hint = "The loss must go through self.module, the replica's own copy."
             raise Wrong(yours="no gradient", expected="a gradient", hint=hint)
         assert theirs.grad is not None
-        scale = (mine.grad.cpu() / theirs.grad).median().item()
-        if abs(scale - 1) > 0.2:
-            hint += f" It's {scale:.3g} times as large: divide once, by the batch size."
-        else:
-            hint += " The mean of the means isn't the overall mean if the chunks differ in size."
         if not torch.allclose(mine.grad.cpu(), theirs.grad, rtol=1e-3, atol=1e-6):
             apart = (mine.grad.cpu() - theirs.grad).abs().max().item()
             raise Wrong(

@@ -147,68 +147,8 @@ def _hint_for_mean(
     return "Every rank needs the sum of all values and the number of all values."
 
 
-@exercise("6.3", "A ring all-reduce")
-def ring_all_reduce(answer: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-    sent: dict[int, str] = {}
-    for ranks, length in ((3, 12), (2, 7), (4, 3)):
-        tensors = [torch.randint(1, 9, (length,)).float() * 10**rank for rank in range(ranks)]
-        total = torch.stack(tensors).sum(0)
-        given = f"{ranks} ranks, each with {length} elements"
-        results = on_ranks(answer_on_gpu, ranks, answer, tensors, given=given, gpu=GPU)
-        for rank, (yours, calls) in enumerate(results):
-            where = f"{given}; on rank {rank}"
-            sizes = [size for name, size in calls if name == "send"]
-            others = {name for name, _ in calls} - {"send", "recv"}
-            if others:
-                raise Wrong(
-                    yours=f"calls {', '.join(sorted(others))}",
-                    expected="only sends and receives",
-                    given=where,
-                    hint="Use only exchange to build the sum.",
-                )
-            hint = _hint_for_ring(yours, total, tensors[rank], ranks)
-            expect_close(yours, total, given=where, hint=hint)
-            budget = 2 * (ranks - 1) * -(-length // ranks)
-            if sum(sizes) > budget:
-                raise Wrong(
-                    yours=f"{sum(sizes)} elements sent",
-                    expected=f"at most {budget}: 2(n-1) chunks",
-                    given=where,
-                    hint="The sum is right. Send one chunk in each step, not the full tensor.",
-                )
-        sent[ranks] = (
-            f"the last rank, with {length} elements, sent {sum(sizes)} in {len(sizes)} messages"
-        )
-    return {f"{ranks} ranks": text for ranks, text in sorted(sent.items())}
-
-
-def _hint_for_ring(yours: Any, total: torch.Tensor, own: torch.Tensor, ranks: int) -> str:
-    if not isinstance(yours, torch.Tensor) or yours.shape != total.shape:
-        return "Return the full tensor, with the sum in it, on every rank."
-    if torch.equal(yours, own):
-        return (
-            "This is still the rank's own tensor: a chunk from tensor_split is a view, so write "
-            "into it."
-        )
-    if (yours >= total).all():
-        return (
-            "Values were added more than once: in the last n - 1 steps, what arrives replaces "
-            "what's there."
-        )
-    right = [
-        torch.equal(mine, whole)
-        for mine, whole in zip(yours.tensor_split(ranks), total.tensor_split(ranks), strict=True)
-    ]
-    if sum(right) == 1:
-        return (
-            "Only one chunk is complete, as expected after n - 1 steps. Go around the ring once "
-            "more, replacing chunks."
-        )
-    return "In step s, counting from 0, rank r sends chunk (r - s) % n and receives chunk (r - s - 1) % n."
-
-
-@exercise("6.4", "Find the rank that hangs", callable_answer=False)
-def find_the_rank_that_hangs(never_came: Any) -> dict[str, Any]:
+@exercise("6.3", "Find the missing rank", callable_answer=False)
+def find_the_missing_rank(never_came: Any) -> dict[str, Any]:
     given = "train_until with some_losses and the limit 0.3"
     hint = (
         "Run train_until with a short timeout_s: the last line of the message says which rank "
@@ -223,7 +163,7 @@ def find_the_rank_that_hangs(never_came: Any) -> dict[str, Any]:
     return {"rank 2": "its third loss, 0.2, is below 0.3; the others wait in the third all_reduce"}
 
 
-@exercise("6.5", "Stop together")
+@exercise("6.4", "Stop together")
 def stop_together(repaired: Callable[..., list[float]]) -> dict[str, Any]:
     for ranks, limit in ((2, 0.25), (3, 0.3)):
         early = random.randrange(ranks)
@@ -312,3 +252,63 @@ def _averages(losses: list[list[float]], limit: float) -> list[float]:
             break
         averages.append(average)
     return averages
+
+
+@exercise("6.5", "A ring all-reduce")
+def ring_all_reduce(answer: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+    sent: dict[int, str] = {}
+    for ranks, length in ((3, 12), (2, 7), (4, 3)):
+        tensors = [torch.randint(1, 9, (length,)).float() * 10**rank for rank in range(ranks)]
+        total = torch.stack(tensors).sum(0)
+        given = f"{ranks} ranks, each with {length} elements"
+        results = on_ranks(answer_on_gpu, ranks, answer, tensors, given=given, gpu=GPU)
+        for rank, (yours, calls) in enumerate(results):
+            where = f"{given}; on rank {rank}"
+            sizes = [size for name, size in calls if name == "send"]
+            others = {name for name, _ in calls} - {"send", "recv"}
+            if others:
+                raise Wrong(
+                    yours=f"calls {', '.join(sorted(others))}",
+                    expected="only sends and receives",
+                    given=where,
+                    hint="Use only exchange to build the sum.",
+                )
+            hint = _hint_for_ring(yours, total, tensors[rank], ranks)
+            expect_close(yours, total, given=where, hint=hint)
+            budget = 2 * (ranks - 1) * -(-length // ranks)
+            if sum(sizes) > budget:
+                raise Wrong(
+                    yours=f"{sum(sizes)} elements sent",
+                    expected=f"at most {budget}: 2(n-1) chunks",
+                    given=where,
+                    hint="The sum is right. Send one chunk in each step, not the full tensor.",
+                )
+        sent[ranks] = (
+            f"the last rank, with {length} elements, sent {sum(sizes)} in {len(sizes)} messages"
+        )
+    return {f"{ranks} ranks": text for ranks, text in sorted(sent.items())}
+
+
+def _hint_for_ring(yours: Any, total: torch.Tensor, own: torch.Tensor, ranks: int) -> str:
+    if not isinstance(yours, torch.Tensor) or yours.shape != total.shape:
+        return "Return the full tensor, with the sum in it, on every rank."
+    if torch.equal(yours, own):
+        return (
+            "This is still the rank's own tensor: a chunk from tensor_split is a view, so write "
+            "into it."
+        )
+    if (yours >= total).all():
+        return (
+            "Values were added more than once: in the last n - 1 steps, what arrives replaces "
+            "what's there."
+        )
+    right = [
+        torch.equal(mine, whole)
+        for mine, whole in zip(yours.tensor_split(ranks), total.tensor_split(ranks), strict=True)
+    ]
+    if sum(right) == 1:
+        return (
+            "Only one chunk is complete, as expected after n - 1 steps. Go around the ring once "
+            "more, replacing chunks."
+        )
+    return "In step s, counting from 0, rank r sends chunk (r - s) % n and receives chunk (r - s - 1) % n."

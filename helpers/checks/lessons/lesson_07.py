@@ -47,7 +47,7 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
             for own_x, own_y in zip(*parts, strict=True):
                 optimizer.zero_grad()
                 out = wrapped(own_x) * module.scale + module.shift
-                run_backward((out - own_y).square().mean(), instead="send parameter.data")
+                run_backward((out - own_y).square().mean(), instead="send parameter.detach()")
                 optimizer.step()
                 after.append(nn.utils.parameters_to_vector(module.parameters()).detach().cpu())
             return start, after

@@ -1,5 +1,6 @@
 """Checks for lesson 13: values, gradients and communication of splits, compared with one GPU."""
 
+import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 import vgpu
 from helpers.checks.core import Wrong, exercise, expect_close, for_input
 from helpers.checks.on_ranks import GPU, on_ranks, run_backward
-from vgpu.plan.transformer import TransformerBlock, TransformerSizes, rotary_angles
+from vgpu.plan.transformer import Transformer, TransformerBlock, TransformerSizes, rotary_angles
 from vgpu.profiling import CollectiveCounter, own_gpu
 from vgpu.units import format_bytes, format_seconds
 
@@ -131,19 +132,84 @@ def _in_words(calls: list[tuple[str, int]]) -> str:
 _SMALL = TransformerSizes(
     layers=1, width=32, heads=4, key_value_heads=2, feed_forward=48, vocabulary=1
 )
+_SMALL_GPT = dataclasses.replace(_SMALL, layers=2, vocabulary=10)
 
 
-@exercise("13.2", "A plan with three faults", callable_answer=False)
-def plan_with_three_faults(answer: Any) -> dict[str, Any]:
+@exercise("13.2", "From fourteen to eight", callable_answer=False)
+def from_fourteen_to_eight(answer: Any) -> dict[str, Any]:
     torch.manual_seed(random.randrange(2**31))
-    block, x = TransformerBlock(_SMALL), torch.randn(2, 6, 32)
-    given = "a TransformerBlock with 4 query heads and 2 key-value heads, on 2 ranks"
+    model, tokens = Transformer(_SMALL_GPT), torch.randint(10, (2, 6))
+    given = "a GPT with two layers, on 2 ranks"
+    block = model.get_submodule("blocks.0")
+    plan = _plan_in(answer, block, given, start="{**first_plan, ...}")
+    matmuls = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+    if lacking := [name for name in matmuls if not any(_matches(name, each) for each in plan)]:
+        raise Wrong(
+            yours=f"no entry for {', '.join(lacking)}",
+            expected="an entry for each matmul",
+            given=given,
+            hint="first_plan splits them: keep its entries.",
+        )
+    try:
+        results = on_ranks(_beside_whole_gpt, 2, model, tokens, plan, given=given, gpu=GPU)
+    except Wrong as wrong:
+        wrong.hint = f"{_hint_for_error(wrong.yours)}\n{wrong.hint}"
+        raise
+    size_bytes = 4 * tokens.numel() * _SMALL_GPT.width
+    for rank, (off, off_gradient, calls) in enumerate(results):
+        where = f"{given}; on rank {rank}"
+        if not (off <= 1e-4 and off_gradient <= 1e-4):
+            raise Wrong(
+                yours=f"logits off by {off:.2g}, gradients by {off_gradient:.2g}",
+                expected="one GPU's logits and gradients",
+                given=where,
+                hint="An input has a placement that it doesn't have: outside the matmuls, every "
+                "tensor is replicated on each GPU.",
+            )
+        if Counter(calls) != {("all_reduce", size_bytes): 8}:
+            raise Wrong(
+                yours=f"{len(calls)} collectives: {_in_words(calls)}",
+                expected=f"8 collectives: {_in_words([('all_reduce', size_bytes)] * 8)}",
+                given=where,
+                hint=_hint_for_count(len(calls)),
+            )
+    return {
+        "for": given,
+        "logits and gradients": "match one GPU's",
+        "sent": f"{_in_words(results[0][2])}: four in each layer instead of seven",
+    }
+
+
+def _hint_for_error(yours: str) -> str:
+    if "same length" in yours:
+        return "attention is called with three inputs, x, cos and sin: the plan needs an entry for each."
+    if "mixed torch.Tensor and DTensor" in yours:
+        return (
+            "Some tensors became DTensors and meet others that are plain. Only x should become one, "
+            "and only where it enters attention or feed_forward: None leaves cos and sin as they are."
+        )
+    return "The model doesn't run: some layer gets a different part than it expects."
+
+
+def _hint_for_count(count: int) -> str:
+    return {
+        14: "Nothing is shared yet: each matmul still makes its own DTensor of its input. Does "
+        "PrepareModuleInput hand on DTensors, and to the modules that contain the matmuls?",
+        12: "The feed-forward part is done. In attention, query, key and value still make three "
+        "DTensors of one input.",
+        10: "Attention is done. In the feed-forward part, gate and up still make two DTensors of "
+        "one input.",
+    }.get(count, "The results are right, but over budget: which input becomes a DTensor twice?")
+
+
+def _plan_in(answer: Any, block: nn.Module, given: str, start: str) -> dict[str, Any]:
+    """Return the plan as a dict; raise ``Wrong`` unless it's one that names the block's modules."""
     if not isinstance(answer, Mapping):
         raise Wrong(
             yours=answer,
             expected="a dict that says for each module name how to split the module",
             given=given,
-            hint="Start with {**faulty, ...}.",
+            hint=f"Start with {start}.",
         )
     known = {name for name, _ in block.named_modules()}
     if unknown := [name for name in answer if not any(_matches(each, name) for each in known)]:
@@ -153,13 +219,40 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
             given=given,
             hint="PyTorch only warns about a name that no module has, and ignores it.",
         )
+    return dict(answer)
+
+
+def _beside_whole_gpt(
+    rank: int, world_size: int, model: nn.Module, tokens: torch.Tensor, plan: dict[str, Any]
+) -> tuple[float, float, list[tuple[str, int]]]:
+    """Return errors of logits and gradients, and the collectives."""
+    gpu = own_gpu()
+    model, tokens = model.to(gpu), tokens.to(gpu)
+    expected = model(tokens)
+    gradients = torch.autograd.grad(expected.square().mean(), list(model.parameters()))
+    of_blocks = {f"blocks.*.{name}": style for name, style in plan.items()}
+    parallelize_module(model, init_device_mesh(gpu.type, (world_size,)), of_blocks)
+    with CollectiveCounter() as sent:
+        logits = model(tokens)
+        logits.square().mean().backward()
+    pairs = zip(model.parameters(), gradients, strict=True)
+    off = [(_full(p.grad) - right).abs().max().item() for p, right in pairs]
+    return (logits - expected).abs().max().item(), max(off), sent.calls
+
+
+@exercise("13.3", "A plan with three faults", callable_answer=False)
+def plan_with_three_faults(answer: Any) -> dict[str, Any]:
+    torch.manual_seed(random.randrange(2**31))
+    block, x = TransformerBlock(_SMALL), torch.randn(2, 6, 32)
+    given = "a TransformerBlock with 4 query heads and 2 key-value heads, on 2 ranks"
+    plan = _plan_in(answer, block, given, start="{**faulty, ...}")
     try:
         results = on_ranks(
             _beside_whole_block,
             2,
             block,
             x,
-            dict(answer),
+            plan,
             given=given,
             gpu=GPU,
         )
@@ -250,7 +343,7 @@ def _full(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-@exercise("13.3", "Cross-entropy without gathering logits")
+@exercise("13.4", "Cross-entropy without gathering logits")
 def split_cross_entropy(answer: Callable[..., Any]) -> dict[str, Any]:
     shown = {}
     # On 2 ranks, all logits are so large that exp overflows; on 3, only one is.
@@ -328,7 +421,7 @@ _FAR_BELOW, _FAR_ABOVE = 0.07, 0.02
 _SPLIT = ("attention", "feed_forward")  # not the norms or the residual additions
 
 
-@exercise("13.4", "How far to split")
+@exercise("13.5", "How far to split")
 def how_far_to_split(answer: Callable[..., Any]) -> dict[str, Any]:
     shown = {}
     for width, tokens in _FAR:

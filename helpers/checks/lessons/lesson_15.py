@@ -97,6 +97,7 @@ def _expect_near(yours: float, expected: float, within: float, unit: str, hint: 
         )
 
 
+GPU_HOURS = 64 * 28 * 24
 TARGET = 1.15
 """The required speed, relative to ``_as_on_256``."""
 
@@ -121,8 +122,11 @@ def layout(answer: Plan) -> dict[str, Any]:
         _check_room(answer)
         target = TARGET * _step_of(_as_on_256()).tokens_per_s()
         step = _expect_speed(answer, target)
+    saved = 1 - _step_of(_as_on_256()).tokens_per_s() / step.tokens_per_s()
     return {
         "tokens/s per GPU": f"{step.tokens_per_s():.0f}; required: {target:.0f}",
+        "over four weeks": f"saves {saved * GPU_HOURS:,.0f} of {GPU_HOURS:,} GPU-hours "
+        f"that {_as_on_256().layout} takes",
         "allocated": f"{format_bytes(_allocated(step))} of "
         f"{format_bytes(ROOM * answer.spec.memory_bytes)}",
         "one step": f"{format_seconds(step.seconds())}: {_where(step)}",

@@ -112,6 +112,16 @@ _ASKED = {
 }
 
 
+_REPLIES = {
+    "item": "So it was my NaN check after each layer!",
+    "gather": "So it is the network. Or I give it more tokens per gather.",
+    "straggler": "I'll sort the long texts into buckets.",
+    "launches": "I'll try CUDA graphs.",
+    "loader": "More workers, then.",
+    "bubble": "More micro-batches, then.",
+}
+
+
 @exercise("16.2", "Six faults", callable_answer=False)
 def six_faults(answer: Any) -> dict[str, Any]:
     form = 'a dictionary such as {"A": ("item", 3), "B": ...}, with all letters from A to F'
@@ -146,7 +156,8 @@ def six_faults(answer: Any) -> dict[str, Any]:
                 given=given,
                 hint=_number_hint(fault, number, found, trace.timeline),
             )
-        shown[f"{letter}: {fault}"] = f"{number:g} ({_ASKED[fault]}), exactly {found:.3g}"
+        proof = f"{number:g} ({_ASKED[fault]}), exactly {found:.3g}"
+        shown[f"{letter}: {fault}"] = f'{proof}. "{_REPLIES[fault]}"'
     return shown
 
 
@@ -198,7 +209,7 @@ def _why_not(fault: str, timeline: Timeline) -> str:
         )
     if fault == "loader":
         spent = evidence("loader", timeline) if timeline.host_ranges[0].kind == "work" else 0.0
-        return f"A batch takes {spent:.1f} ms to arrive, a step {_step_ms(timeline):.1f} ms."
+        return f"A batch takes {spent:.2g} ms to arrive, a step {_step_ms(timeline):.1f} ms."
     return (
         "Does the next kernel start right after its launch, and is the host's track without gaps?"
     )

@@ -1,4 +1,4 @@
-"""Checks for lesson 18: a cache's bytes, draws from a split vocabulary, a batch, a fair schedule."""
+"""Checks for lesson 18: the cache and its bytes, a split vocabulary, a batch, a fair schedule."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -23,7 +23,60 @@ from vgpu.profiling import CollectiveCounter, own_gpu
 from vgpu.units import format_bytes, format_seconds
 
 
-@exercise("18.1", "One GPU's cache")
+@exercise("18.1", "Keep keys and values")
+def keys_and_values(answer: Callable[..., Any]) -> dict[str, Any]:
+    batch, heads, width = random.sample(range(2, 8), 3)
+    passes = [random.randint(9, 12), 1, 1, random.randint(2, 4), 1]
+    caches: list[dict[str, torch.Tensor]] = [{}, {}]
+    news: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[], []]  # of each layer
+    for number, new in enumerate(passes):
+        for layer, cache in enumerate(caches):
+            shape = (batch, heads, new, width)
+            news[layer].append((torch.randn(shape), torch.randn(shape)))
+            given = (
+                f"pass {number + 1} of layer {layer}, with {new} new tokens: key and value {shape}"
+            )
+            with for_input(given, "Return two tensors, the keys and the values."):
+                found = dict(zip(("key", "value"), answer(cache, *news[layer][-1]), strict=True))
+            for place, name in enumerate(found):
+                olds = [each[place] for each in news[layer]]
+                whole, swapped = torch.cat(olds, 2), [each[1 - place] for each in news[layer]]
+                hint = _hint_for_cache(found[name], olds, swapped)
+                expect_equal(found[name], whole, given=f"{given}; the {name}s returned", hint=hint)
+                kept = cache.get(name)
+                if not isinstance(kept, torch.Tensor) or not torch.equal(kept, whole):
+                    raise Wrong(
+                        yours=f"a cache with {_shapes(cache)}",
+                        expected=f"cache[{name!r}] of shape {tuple(whole.shape)}, as returned",
+                        given=given,
+                        hint="The next pass needs them all: store old and new ones in cache.",
+                    )
+    return {"the last one": f"{sum(passes)} tokens in {len(passes)} passes of two layers"}
+
+
+def _shapes(cache: dict[str, Any]) -> str:
+    shapes = (f"{name} {tuple(getattr(each, 'shape', ()))}" for name, each in cache.items())
+    return ", ".join(shapes) or "nothing"
+
+
+def _hint_for_cache(
+    found: Any, news: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> str:
+    whole = torch.cat(list(news), 2)
+    if not isinstance(found, torch.Tensor):
+        return "Return two tensors, the keys and the values."
+    if torch.equal(found, torch.cat(list(others), 2)):
+        return "Keys and values are swapped, or both are the same."
+    if torch.equal(found, news[-1]):
+        return "Those are the new ones only: put them behind those in cache."
+    if torch.equal(found, torch.cat([news[-1], *news[:-1]], 2)):
+        return "New ones come last."
+    if found.numel() == whole.numel():
+        return "Tokens are dimension 2 of (B, heads, tokens, head width)."
+    return "All tokens of this layer so far, each once: first what cache has, then the new ones."
+
+
+@exercise("18.2", "One GPU's cache")
 def cache_of_one_gpu(answer: Callable[..., Any]) -> dict[str, Any]:
     shown = {}
     for name, tp, bits in (("8B", 1, 16), ("70B", 4, 8), ("405B", 16, 16)):
@@ -41,14 +94,14 @@ def cache_of_one_gpu(answer: Callable[..., Any]) -> dict[str, Any]:
             if isinstance(found, float) and found == right:
                 hint = "The number is right; make it an integer, with //."
                 raise Wrong(yours=repr(found), expected=repr(right), hint=hint)
-            expect_equal(found, right, hint=_hint_for_cache(found, right, sizes, tp, bits))
+            expect_equal(found, right, hint=_hint_for_bytes(found, right, sizes, tp, bits))
         shown[f"Llama {name}'s heads, {sizes.layers} layers, {bits} bits, tp {tp}"] = (
             f"{format_bytes(right)} for {sequences} sequences of {tokens:,} tokens"
         )
     return shown
 
 
-def _hint_for_cache(found: float, right: int, sizes: TransformerSizes, tp: int, bits: int) -> str:
+def _hint_for_bytes(found: float, right: int, sizes: TransformerSizes, tp: int, bits: int) -> str:
     group = sizes.heads // sizes.key_value_heads
     copies = max(1, tp // sizes.key_value_heads)
     whole_heads = {"A GPU holds whole heads: several GPUs hold the same one.": right / copies}
@@ -68,7 +121,7 @@ def _hint_for_cache(found: float, right: int, sizes: TransformerSizes, tp: int, 
     )  # fmt: skip
 
 
-@exercise("18.2", "Draw from a split vocabulary")
+@exercise("18.3", "Draw from a split vocabulary")
 def draw_from_split_vocabulary(answer: Callable[..., Any]) -> dict[str, Any]:
     shown = {}
     for ranks in (2, 3):
@@ -129,7 +182,7 @@ def _hint_for_draw(drawn: Any, expected: torch.Tensor, bests: torch.Tensor, word
     return "Take the largest of logits + noise on each rank, then the largest of those."
 
 
-@exercise("18.3", "The largest batch within a latency limit")
+@exercise("18.4", "The largest batch within a latency limit")
 def largest_batch_within_a_limit(answer: Callable[..., Any]) -> dict[str, Any]:
     gib, shown = 2**30, {}
     cases = {
@@ -191,7 +244,7 @@ def _hint_for_batch(
 BUDGET = 256
 
 
-@exercise("18.4", "Prefill that starves nobody")
+@exercise("18.5", "Prefill that starves nobody")
 def prefill_that_starves_nobody(answer: Callable[..., Any]) -> dict[str, Any]:
     # Short prompts keep coming, so shortest-first never gets to the long one.
     server = Server(LLAMA["8B"])

@@ -38,7 +38,8 @@ def test_memories_draws_a_tensor_with_two_names_once(drawn):
     x = torch.zeros(3)
     y = x.to(gpus[1])
     plots.memories({"x": x, "y": y, "z": y}, gpus, copies=[("x", "y")])
-    assert drawn[0].count("x  (3,)") == 1 and "y, z  (3,)" in drawn[0] and ".to" in drawn[0]
+    assert drawn[0].count("x  [0, 0, 0]") == 1 and "y, z  [0, 0, 0]" in drawn[0]
+    assert ".to" in drawn[0]
     with pytest.raises(ValueError, match="not in list"):
         plots.memories({"x": y}, gpus[:1])
     assert not plt.get_fignums(), "a figure that cannot be drawn is not left open"
@@ -51,6 +52,17 @@ def test_memories_says_where_each_tensor_is(alts):
     y = x.to(gpus[1])
     plots.memories({"x": x, "y": y, "z": y}, gpus, copies=[("x", "y")])
     assert "x in main memory; y and z in the memory of GPU 1; an arrow from x to y" in alts[0]
+
+
+def test_replica_sizes_draws_batches_that_are_split_alike_once(drawn):
+    a, b = torch.device("vgpu:0"), torch.device("vgpu:1")
+    plots.replica_sizes({2: [[(b, 3), (a, 4)], [(a, 4), (b, 3)], [(a, 1)]]})
+    assert drawn[0] == ["4", "3", "1", "idle"]
+
+
+def test_idle_gpus_lists_the_batches_that_leave_gpus_idle(alts):
+    plots.idle_gpus({1: 1, 2: 0, 3: 0}, 2)
+    assert "1 at 1; otherwise 0" in alts[0]
 
 
 def test_where_layers_run_lists_each_layers_gpu_and_samples(alts):
@@ -100,3 +112,19 @@ def test_launches_says_how_long_the_last_drawn_kernel_waits(alts):
     events += [span("kernel", 5.0 + 100.0 * k, k) for k in range(3)]
     plots.launches({"large": events}, 2)
     assert "large: kernel 2 starts 95 µs after its launch" in alts[0]
+
+
+def test_before_and_after_marks_undefined_results(drawn):
+    starts = [torch.tensor([1, 2]), torch.tensor([10, 20])]
+    results = [torch.tensor([11, 22]), torch.tensor([10, 20])]
+    held = {"reduce": list(zip(starts, results, strict=True))}
+    plots.before_and_after(held, "All to one", undefined={"reduce": (1,)})
+    assert drawn[0].count("undefined") == 1 and "nothing" not in drawn[0]
+    plots.before_and_after({"gather": [(starts[0], results[0]), (starts[1], None)]}, "All to one")
+    assert drawn[1].count("nothing") == 1 and "undefined" not in drawn[1]
+
+
+def test_interrupted_says_where_the_run_was_killed(alts):
+    run = [(2, 0.5), (2, 0.8), (2, 0.9)]
+    plots.interrupted(run, run, stopped_after=1, lost=0.25)
+    assert "killed 0.2 epochs after its checkpoint of epoch 1, at 50.0%" in alts[0]

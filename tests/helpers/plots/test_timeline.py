@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 import vgpu
+from helpers import plots
+from helpers.plots import style
 from helpers.plots.style import figure
-from helpers.plots.timeline import kind_of, lanes_of, stretches, timeline, timelines
+from helpers.plots.timeline import kind_of, lanes_of, spans, stretches, timeline, timelines, traces
 
 matplotlib.use("Agg")
 
@@ -84,6 +86,19 @@ def test_a_second_stream_is_named_after_what_it_does():
     assert names[2:] == ["vgpu:1", "vgpu:1, copies in"]
 
 
+def test_streams_of_collectives_are_named_after_their_links():
+    with vgpu.cluster(hosts=2, gpus_per_host=2), vgpu.shapes_only():
+        mesh = torch.distributed.init_device_mesh("vgpu", (2, 2), mesh_dim_names=("far", "near"))
+        x = torch.empty(4096, 4096, device="vgpu")
+        with vgpu.record() as found:
+            x + 1
+            for name in ("far", "near"):
+                torch.distributed.all_reduce(x, group=mesh.get_group(name))
+            torch.accelerator.synchronize()
+    names = list(lanes_of(found, devices=found.devices[:1]))
+    assert names == ["vgpu:0", "vgpu:0, over InfiniBand", "vgpu:0, over NVLink"]
+
+
 def test_timelines_share_one_scale(recorded, monkeypatch):
     drawn = []
 
@@ -144,3 +159,41 @@ def test_a_stream_of_hairlines_has_no_lane():
     under = "virtual time, Tesla K80; omits a stream that is busy only briefly"
     assert under in [text.get_text() for text in axes.texts]
     matplotlib.pyplot.close(made)
+
+
+def test_overlap_labels_the_buffers_the_buckets_and_the_copies(monkeypatch):
+    shown = []
+    monkeypatch.setattr(style, "display", lambda picture: shown.append(picture.alt))
+
+    def model():
+        return nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512), nn.Linear(512, 512))
+
+    with vgpu.enable(2, gpu="V100"):
+        ddp = vgpu.ddp_iteration(model, (64, 512), (64, 512), 2)
+    plots.overlap(ddp, "DDP")
+    assert "from left to right: buffers, 1 MiB, 1.01 MiB, out of the buckets." in shown[0], shown
+
+
+def test_traces_draw_who_receives_from_whom_and_a_long_operation_of_the_host(monkeypatch):
+    def passed(rank):
+        with vgpu.cluster(hosts=1, gpus_per_host=2, rank=rank), vgpu.shapes_only():
+            x = torch.empty(4096, 4096, device="vgpu")
+            with vgpu.record() as found:
+                vgpu.spend(1e-3, "load")
+                (torch.distributed.recv if rank else torch.distributed.send)(x, 1 - rank)
+                torch.accelerator.synchronize()
+        return found
+
+    alts = []
+    monkeypatch.setattr("helpers.plots.style.display", lambda picture: alts.append(picture.alt))
+    traces({"Trace E": vgpu.joined([passed(0), passed(1)])})
+    assert "recv from 0 collective" in alts[0] and "send to 1 collective" in alts[0]
+    assert "host in one long operation 83%" in alts[0]
+
+
+def test_spans_add_up_each_group_of_each_lane(monkeypatch):
+    alts = []
+    monkeypatch.setattr("helpers.plots.style.display", lambda picture: alts.append(picture.alt))
+    event = {"ts": 5.0, "dur": 2000.0}
+    spans({"rank 0": {"load": [event, event]}, "rank 1": {"load": [event]}}, "Who loads?")
+    assert "rank 0: load 4 ms; rank 1: load 2 ms" in alts[0]

@@ -61,7 +61,7 @@ def test_answer_computes_time_and_memory_for_a_named_gpu():
     assert eight.cost == one.cost
     assert math.isclose(eight.alone, one.simulated.makespan, rel_tol=1e-9)
     assert 8 * (1 - eight.simulated.bubble) == pytest.approx(eight.alone / eight.simulated.makespan)
-    held = LAYERS * one.cost.parameters * BYTES_PER_PARAMETER
+    held = LAYERS * one.cost.parameters * sum(BYTES_PER_PARAMETER.values())
     assert one.peak_bytes() == [held + LAYERS * one.cost.activation_bytes]
     assert eight.peak_bytes()[7] == (held + LAYERS * one.cost.activation_bytes) // 8
     assert eight.peak_bytes() == sorted(eight.peak_bytes(), reverse=True)

@@ -64,12 +64,14 @@ BROKEN = [
     Broken(
         "B08",
         "the batch size is each GPU's share",
-        before="share_sizes = lambda size, gpus: [size] * len(gpus)",
+        old="share_sizes(size, gpus) for size in range",
+        new="[size] * len(gpus) for size in range",
     ),
     Broken(
         "B08",
         "nine samples feed eight GPUs",
-        before="share_sizes = lambda size, gpus: [len(part) for part in torch.ones(size).tensor_split(8)]",
+        old="share_sizes(size, gpus) for size in range",
+        new="[len(part) for part in torch.ones(size).tensor_split(8)] for size in range",
     ),
     Broken(
         "B32",

@@ -4,7 +4,7 @@ from broken_claims import Broken
 
 BY_HAND = {"claim": "C07", "cell": "compare-by-hand"}
 REAL = {"claim": "C07", "cell": "run-the-real-one", "expensive": True}
-REAL_RUN = 'enumerate(launch.run(on_a_rank, world_size, DDP, gpu="V100"))'
+REAL_RUN = 'launch.run(on_a_rank, world_size, DDP, gpu="V100")'
 # The resumed run doesn't show that four epochs are enough.
 _TWO_EPOCHS = [
     (
@@ -32,7 +32,7 @@ BROKEN = [
     Broken(
         **BY_HAND,
         how="each rank starts from its own weights",
-        old="dist.broadcast(tensor.data, src=0)",
+        old="dist.broadcast(tensor.detach(), src=0)",
         new="pass",
     ),
     Broken(

@@ -2,7 +2,7 @@
 
 from broken_claims import Broken
 
-_MOVE = "        return self.second(hidden.to(self.gpus[1]))  # the one .to()"
+_MOVE = "        return self.second(hidden.to(self.gpus[1]))  # the new .to()"
 
 BROKEN = [
     Broken(

@@ -11,7 +11,7 @@ BROKEN = [
         expensive=True,
         old="mesh = init_device_mesh(my_gpu().type, shape, mesh_dim_names=names)",
         new="ranks = torch.arange(8).view(4, 2).T\n"
-        "    mesh = DeviceMesh(my_gpu().type, ranks, mesh_dim_names=names)",
+        "    mesh = dist.DeviceMesh(my_gpu().type, ranks, mesh_dim_names=names)",
     ),
     Broken(
         "H02",

@@ -13,7 +13,7 @@ BROKEN = [
         "J02",
         "the weights are never in bfloat16",
         expensive=True,
-        old='net.to(torch.bfloat16 if way == "bfloat16" else torch.float32)',
+        old='net.to(torch.bfloat16 if way == "all bfloat16" else torch.float32)',
         new="net.float()",
     ),
     Broken(

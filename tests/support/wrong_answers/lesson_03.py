@@ -95,6 +95,25 @@ def train_epoch_quietly(model, loader, optimizer, device):
     result="loss_sum.item() / count",
 )
 
+checkpoint = template(
+    """
+def state(run):
+    return {{
+        "model": run.model.state_dict(),
+        "optimizer": {optimizer},
+        "scheduler": run.scheduler.state_dict(),
+        "order": {order},
+        "cpu_random": torch.get_rng_state(),
+        {gpu_random}
+        "losses": run.losses,
+        "epochs_done": run.epochs_done,
+    }}
+""",
+    optimizer="run.optimizer.state_dict()",
+    order="run.loader.generator.get_state()",
+    gpu_random='"gpu_random": gpu_api.get_rng_state(device),',
+)
+
 
 WRONG = {
     "3.1": [
@@ -117,7 +136,7 @@ WRONG = {
         (epoch(added="loss.detach()", counted="1"), "Each image counts once"),
         (epoch(result="loss_sum / count"), ".item() turns"),
     ],
-    "3.3": [
+    "3.4": [
         (_NO_ORDER, "A different shuffle"),
         (_NO_RANDOM_STATE, "drew from torch's CPU random state"),
         (_ONE_TOO_FEW, "no more and no fewer"),
@@ -127,5 +146,17 @@ WRONG = {
             "def remaining_batches(loader, order, done):\n    return loader",
             "a generator of batches",
         ),
+    ],
+    "3.3": [
+        (checkpoint(gpu_random=""), "Dropout drops other activations"),
+        (checkpoint(order="torch.get_rng_state()"), "comes in a different order"),
+        (checkpoint(order="run.loader.generator"), "not the object itself"),
+        (checkpoint(optimizer="run.optimizer"), "not the object itself"),
+        (
+            checkpoint(optimizer="type(run.optimizer)(run.model.parameters()).state_dict()"),
+            "moments start at zero",
+        ),
+        ("def state(run):\n    return run.model.state_dict()", "without model, optimizer"),
+        ("def state(run):\n    return run", "one entry per part"),
     ],
 }

@@ -16,19 +16,19 @@ class CountingModel(nn.Module):
 )
 
 
-_STEP = """
-class Inside(nn.Module):
+_with_loss = template(
+    """
+class WithLoss(nn.Module):
     def __init__(self, module):
         super().__init__()
-        self.module = module
+        self.module = {module}
 
-    def forward(self, x, y):
-        return F.cross_entropy(self.module(x), y, reduction="{reduction}").unsqueeze(0)
-
-def lean_step(module, batch, labels, gpus):
-    losses = nn.DataParallel(Inside(module), gpus)(batch, labels)
-    losses.{join}().backward()
-"""
+    def forward(self, batch, labels):
+        return {loss}
+""",
+    module="module",
+    loss="F.cross_entropy(self.module(batch), labels, reduction='sum').unsqueeze(0)",
+)
 
 _LOAD = """
 def load_any(model, state):
@@ -110,39 +110,49 @@ WRONG = {
         ),
     ],
     "5.2": [
+        (_with_loss(loss="self.module(batch)"), "compute the loss in forward"),
         (
-            "def lean_step(module, batch, labels, gpus):\n"
-            "    F.cross_entropy(nn.DataParallel(module, gpus)(batch), labels).backward()",
-            "Return the loss from forward",
-        ),
-        (_STEP.format(reduction="mean", join="mean"), "mean of the means"),
-        (_STEP.format(reduction="sum", join="sum"), "divide once"),
-        (_STEP.format(reduction="mean", join="sum"), "It's 2 times as large"),
-        (
-            "def lean_step(module, batch, labels, gpus):\n"
-            "    F.cross_entropy(module(batch), labels).backward()",
-            "Split the batch",
+            _with_loss(loss="F.cross_entropy(self.module(batch), labels, reduction='none')"),
+            "One value from each GPU",
         ),
         (
-            "def lean_step(module, batch, labels, gpus):\n"
-            "    chunks, parts = scatter(batch, gpus), scatter(labels, gpus)\n"
-            "    outputs = parallel_apply(replicate(module, gpus), chunks)\n"
-            "    sums = [F.cross_entropy(o, y, reduction='sum') for o, y in zip(outputs, parts)]\n"
-            "    (sum(each.to(gpus[0]) for each in sums) / len(batch)).backward()",
-            "something still refers to its outputs",
+            _with_loss(loss="F.cross_entropy(self.module(batch), labels, reduction='sum')"),
+            "add one with unsqueeze(0)",
         ),
         (
-            # The loss is in forward; .grad is held while the next gradients arrive.
-            _STEP.format(reduction="sum", join="sum").replace(
-                "    losses = nn.DataParallel(Inside(module), gpus)(batch, labels)\n"
-                "    losses.sum().backward()",
-                "    parallel = nn.DataParallel(Inside(module), gpus)\n"
-                "    for x, y in zip(batch.chunk(4), labels.chunk(4)):\n"
-                "        (parallel(x, y).sum() / len(batch)).backward()",
+            _with_loss(loss="F.cross_entropy(self.module(batch), labels).unsqueeze(0)"),
+            "the mean of the means is wrong",
+        ),
+        (
+            _with_loss(loss="F.cross_entropy(self.module(batch), labels, reduction='sum').item()"),
+            "without .item()",
+        ),
+        (
+            _with_loss(
+                loss="F.cross_entropy(self.module(batch).detach(), labels, reduction='sum')[None]"
             ),
-            "8 forward passes in one step",
+            "Don't detach the loss",
         ),
-        ("def lean_step(module, batch, labels, gpus):\n    pass", "no gradient"),
+        (
+            _with_loss(
+                loss="F.cross_entropy(self.module(batch), 0 * labels, reduction='sum')[None]"
+            ),
+            "of the module's outputs, summed over the chunk",
+        ),
+        (
+            # Right, but GPU 0 computes every loss.
+            _with_loss(
+                loss="F.cross_entropy(\n"
+                "            self.module(batch).to(gpus[0]), labels.to(gpus[0]), reduction='sum'\n"
+                "        ).unsqueeze(0)"
+            ),
+            "Compute each loss where the outputs are",
+        ),
+        (
+            _with_loss(module="__import__('copy').deepcopy(module)"),
+            "must go through self.module",
+        ),
+        ("def WithLoss(module):\n    return F.cross_entropy", "Pass the class WithLoss"),
     ],
     "5.4": [
         (_LOAD.format(body="pass", strict=""), "Missing key(s)"),

@@ -195,38 +195,10 @@ def mean_over_ranks(values):
         (_mean(total="values.sum()", result="total"), "This is the sum of all values"),
     ],
     "6.3": [
-        (
-            "def ring_all_reduce(tensor):\n    dist.all_reduce(tensor)\n    return tensor",
-            "only exchange to build",
-        ),
-        ("def ring_all_reduce(tensor):\n    return tensor", "own tensor"),
-        (_RING.format(last="break"), "Go around the ring once more"),
-        (_RING.format(last="incoming += received"), "added more than once"),
-        (
-            _RING.format(last="incoming.copy_(received)").replace(
-                "(rank - step) %", "(rank + step) %"
-            ),
-            "In step s",
-        ),
-        (
-            # Whole tensors travel around the ring.
-            """
-def ring_all_reduce(tensor):
-    total, moving = tensor.clone(), tensor
-    for _ in range(dist.get_world_size() - 1):
-        received = torch.empty_like(moving)
-        exchange(moving, received)
-        total, moving = total + received, received
-    return total
-""",
-            "one chunk in each step",
-        ),
-    ],
-    "6.4": [
         ("never_came = '2'", "an int, counted from 0"),
         ("never_came = 0", "says which rank never arrived"),
     ],
-    "6.5": [
+    "6.4": [
         (
             AVERAGED.format(rest="averages.append(average)").replace(
                 "return averages", "return [a for a in averages if a >= limit]"
@@ -234,7 +206,7 @@ def ring_all_reduce(tensor):
             "leave the loop",
         ),
         (ON_THE_CPU, "all_reduce was given a CPU tensor"),
-        (STOPS_ALONE, "waits in all_reduce, <exercise 6.5>"),
+        (STOPS_ALONE, "waits in all_reduce, <exercise 6.4>"),
         (STOPS_WITH_THE_FIRST, "stops too early"),
         (AVERAGED.format(rest="averages.append(average)"), "never stops early"),
         (
@@ -291,5 +263,33 @@ def stop_together(rank, world_size, losses, limit):
             "IndexError",
         ),
         ("stop_together = 3", "without calling it"),
+    ],
+    "6.5": [
+        (
+            "def ring_all_reduce(tensor):\n    dist.all_reduce(tensor)\n    return tensor",
+            "only exchange to build",
+        ),
+        ("def ring_all_reduce(tensor):\n    return tensor", "own tensor"),
+        (_RING.format(last="break"), "Go around the ring once more"),
+        (_RING.format(last="incoming += received"), "added more than once"),
+        (
+            _RING.format(last="incoming.copy_(received)").replace(
+                "(rank - step) %", "(rank + step) %"
+            ),
+            "In step s",
+        ),
+        (
+            # Whole tensors travel around the ring.
+            """
+def ring_all_reduce(tensor):
+    total, moving = tensor.clone(), tensor
+    for _ in range(dist.get_world_size() - 1):
+        received = torch.empty_like(moving)
+        exchange(moving, received)
+        total, moving = total + received, received
+    return total
+""",
+            "one chunk in each step",
+        ),
     ],
 }

@@ -3,7 +3,7 @@
 from wrong_answers import template
 
 _AVERAGE = "dist.all_reduce(p.grad); p.grad /= dist.get_world_size()"
-_SEND = "[dist.broadcast(t.data, src=0) for t in (*module.parameters(), *module.buffers())]"
+_SEND = "[dist.broadcast(t.detach(), src=0) for t in (*module.parameters(), *module.buffers())]"
 _handmade = template(
     """
 class HandmadeDDP(nn.Module):
@@ -57,7 +57,7 @@ WRONG = {
     "7.1": [
         (_handmade(start="pass"), "has its own value"),
         (
-            _handmade(start="[dist.broadcast(p.data, src=0) for p in module.parameters()]"),
+            _handmade(start="[dist.broadcast(p.detach(), src=0) for p in module.parameters()]"),
             "the buffer: rank",
         ),
         (
@@ -75,10 +75,10 @@ WRONG = {
             _handmade(
                 start="[dist.broadcast(t, src=0) for t in (*module.buffers(), *module.parameters())]"
             ),
-            "send parameter.data",
+            "send parameter.detach()",
         ),
         (
-            _handmade(start=_SEND.replace("t.data,", "t.data.cpu(),")),
+            _handmade(start=_SEND.replace("t.detach(),", "t.detach().cpu(),")),
             "broadcast was given a CPU tensor, and NCCL sends only tensors on the rank's GPU",
         ),
         ("HandmadeDDP = DDP", "write yours from broadcast"),

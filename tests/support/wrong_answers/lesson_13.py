@@ -19,6 +19,19 @@ def row_linear(x, weight, bias):
     return {result}
 """
 
+
+def _share(*entries):
+    """Return a plan with these entries, which may use ``prepare(placements)``, WHOLE and SUM."""
+    return f"""
+WHOLE, SUM = Replicate(), Partial()
+
+def prepare(*layouts):
+    return PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts)
+
+my_plan = {{**first_plan, {", ".join(entries)}}}
+"""
+
+
 _loss = template(
     """
 def split_loss(logits, targets):
@@ -115,6 +128,49 @@ def row_linear(x, weight, bias):
         ("def row_linear(x, weight, bias):\n    return F.linear(x, weight)[:1]", "(B, O)"),
     ],
     "13.2": [
+        (_share(), "Nothing is shared yet"),
+        (_share('"attention": prepare(WHOLE, None, None)'), "gate and up still make two"),
+        (_share('"feed_forward": prepare(WHOLE)'), "still make three DTensors"),
+        (
+            _share('"attention": prepare(WHOLE)', '"feed_forward": prepare(WHOLE)'),
+            "three inputs, x, cos and sin",
+        ),
+        (
+            _share('"attention": prepare(*3 * [WHOLE])', '"feed_forward": prepare(WHOLE)'),
+            "None leaves cos and sin as they are",
+        ),
+        (
+            _share('"attention_norm": prepare(WHOLE)', '"feed_forward_norm": prepare(WHOLE)'),
+            "only where it enters attention or feed_forward",
+        ),
+        (
+            _share(
+                '"attention": prepare(WHOLE, None, None)', '"feed_forward": prepare(WHOLE)'
+            ).replace("desired_input_layouts=", "use_local_output=True, desired_input_layouts="),
+            "hand on DTensors",
+        ),
+        (
+            _share('"attention": prepare(SUM, None, None)', '"feed_forward": prepare(SUM)').replace(
+                "desired_input_layouts=layouts", "desired_input_layouts=(WHOLE, *layouts[1:])"
+            ),
+            "An input has a placement that it doesn't have",
+        ),
+        (
+            _share(
+                '"attention": prepare(Shard(-1), None, None)', '"feed_forward": prepare(Shard(-1))'
+            ).replace(
+                "desired_input_layouts=layouts", "desired_input_layouts=(WHOLE, *layouts[1:])"
+            ),
+            "gets a different part than it expects",
+        ),
+        (
+            _share('"attention": prepare(WHOLE, None, None)').replace("**first_plan,", ""),
+            "first_plan splits them",
+        ),
+        (_share('"blocks.*.feed_forward": prepare(WHOLE)'), "a name that no module has"),
+        ("my_plan = [ColwiseParallel()]", "Start with {**first_plan"),
+    ],
+    "13.3": [
         ("mended = faulty", "The block doesn't run"),
         ('mended = {**faulty, "attention.output": RowwiseParallel()}', "pairs the wrong ones"),
         (
@@ -153,7 +209,7 @@ mended = {
         ('mended = {**faulty, "attention.keys": ColwiseParallel()}', "a name that no module has"),
         ("mended = [ColwiseParallel()]", "Start with {**faulty"),
     ],
-    "13.3": [
+    "13.4": [
         (_loss(largest="pass"), "the same largest logit"),
         (_loss(largest="largest = torch.zeros_like(largest)"), "exp overflows"),
         *((_loss().replace("amax(1)", shift), "exp overflows") for shift in ("mean(1)", "amin(1)")),
@@ -187,7 +243,7 @@ def split_loss(logits, targets):
             "a zero-dimensional tensor",
         ),
     ],
-    "13.4": [
+    "13.5": [
         (_far(time="(split_s + whole_s) / n + 4 * sent_s * (n > 1)"), "doesn't shrink"),
         (_far(time="split_s / n + whole_s + 4 * sent_s * (n > 1)"), "host isn't done"),
         (_far(time="max(host_s, (split_s + whole_s) / n)"), "there are four"),

@@ -27,10 +27,10 @@ def launch_delays(rows):
 _READING = {
     "A": ("loader", 15.0),
     "B": ("straggler", 2),
-    "C": ("launches", 0.34),
+    "C": ("launches", 0.43),
     "D": ("gather", 2.5),
     "E": ("bubble", 0.40),
-    "F": ("item", 8),
+    "F": ("item", 24),
 }
 
 
@@ -114,16 +114,16 @@ WRONG = {
         (_reading(A=("item", 8)), "waits for a value 0 times"),
         (_reading(B=("gather", 3.9)), "The collectives of rank 0 are: all_reduce"),
         (_reading(A=("straggler", 0)), "compare the ranks"),
-        (_reading(C=("loader", 0.2)), "A batch takes 0.2 ms to arrive"),
+        (_reading(C=("loader", 0.2)), "A batch takes 0.02 ms to arrive"),
         (_reading(C=("bubble", 0.66)), "A pipeline sends and receives"),
         (_reading(F=("launches", 0.7)), "right after its launch"),
         (_reading(B=("straggler", 0)), "whose GPU computes longest"),
-        (_reading(C=("launches", 0.66)), "one minus the right one"),
-        (_reading(C=("launches", 34)), "In percent"),
+        (_reading(C=("launches", 0.57)), "one minus the right one"),
+        (_reading(C=("launches", 43)), "In percent"),
         (_reading(A=("loader", 15_000)), "In µs"),
         (_reading(A=("loader", 0.015)), "In seconds"),
         (_reading(A=("loader", 4)), "has it"),
-        (_reading(F=("item", 24)), "for all three steps"),
+        (_reading(F=("item", 72)), "for all three steps"),
     ],
     "16.3": [
         (_page(later='trace["baseTimeNanoseconds"] - first'), "divide by 1000"),

@@ -4,13 +4,16 @@ from wrong_answers import template
 
 _cache = template(
     """
-def bytes_on_gpu(sizes, sequences, tokens, bits, tp):
-    heads = {heads}
-    return {numbers} * heads * sizes.head_width * sequences * tokens * {bits}
+def remember(cache, key, value):
+    if {before}:
+        key, value = {joined}
+    cache.update({kept})
+    return {returned}
 """,
-    heads="-(-sizes.key_value_heads // tp)",
-    numbers="2 * sizes.layers",
-    bits="bits // 8",
+    before="cache",
+    joined='torch.cat([cache["key"], key], 2), torch.cat([cache["value"], value], 2)',
+    kept="key=key, value=value",
+    returned="key, value",
 )
 
 _draw = template(
@@ -58,22 +61,69 @@ def fair(generations, budget):
     share="max(0, left) // (len(prompts) - done)",
 )
 
+_bytes = template(
+    """
+def bytes_on_gpu(sizes, sequences, tokens, bits, tp):
+    heads = {heads}
+    return {numbers} * heads * sizes.head_width * sequences * tokens * {bits}
+""",
+    heads="-(-sizes.key_value_heads // tp)",
+    numbers="2 * sizes.layers",
+    bits="bits // 8",
+)
+
 WRONG = {
     "18.1": [
-        (_cache(numbers="sizes.layers"), "Keys and values"),
-        (_cache(heads="sizes.key_value_heads"), "all GPUs together"),
-        (_cache(heads="max(1, sizes.heads // tp)"), "fewer of them than query heads"),
-        (_cache(heads="sizes.key_value_heads", bits="bits // 8 // tp"), "whole heads"),
-        (_cache(bits="bits / 8"), "make it an integer"),
-        (_cache(bits="bits"), "bits / 8 bytes"),
-        (_cache(bits="2"), "not always 16"),
-        (_cache(numbers="2"), "Every layer"),
+        (_cache(before="False"), "the new ones only"),
+        (_cache(kept=""), "The next pass needs them all"),
+        (_cache(kept="key=key"), "The next pass needs them all"),
+        (
+            _cache(
+                joined='torch.cat([cache["key"], key], 1), torch.cat([cache["value"], value], 1)'
+            ).replace("if cache", "if cache and key.size(2) == cache['key'].size(2)"),
+            "the new ones only",
+        ),
+        (
+            _cache(
+                joined='torch.cat([key, cache["key"]], 2), torch.cat([value, cache["value"]], 2)'
+            ),
+            "New ones come last",
+        ),
+        (_cache(returned="value, key"), "swapped"),
+        (
+            _cache(joined='torch.cat([cache["key"], key]), torch.cat([cache["value"], value])'),
+            "Return two",
+        ),
+        (_cache(returned="key"), "Return two tensors"),
+        (_cache(returned="key.transpose(1, 2), value"), "Tokens are dimension 2"),
+        (
+            """
+seen = {}
+def remember(cache, key, value):
+    if seen:
+        key, value = torch.cat([seen["key"], key], 2), torch.cat([seen["value"], value], 2)
+    seen.update(key=key, value=value)
+    cache.update(seen)
+    return key, value
+""",
+            "All tokens of this layer",
+        ),
+    ],
+    "18.2": [
+        (_bytes(numbers="sizes.layers"), "Keys and values"),
+        (_bytes(heads="sizes.key_value_heads"), "all GPUs together"),
+        (_bytes(heads="max(1, sizes.heads // tp)"), "fewer of them than query heads"),
+        (_bytes(heads="sizes.key_value_heads", bits="bits // 8 // tp"), "whole heads"),
+        (_bytes(bits="bits / 8"), "make it an integer"),
+        (_bytes(bits="bits"), "bits / 8 bytes"),
+        (_bytes(bits="2"), "not always 16"),
+        (_bytes(numbers="2"), "Every layer"),
         (
             "def bytes_on_gpu(sizes, sequences, tokens, bits, tp):\n    return None",
             "a number of bytes",
         ),
     ],
-    "18.2": [
+    "18.3": [
         (_draw(offset="0"), "counts from its rank's own first token"),
         (_draw(choice="return index"), "which rank has the best"),
         (_draw(choice="return torch.stack(values).amax(0)"), "as int64"),
@@ -90,14 +140,14 @@ def draw(logits, noise):
         ),
         (_draw().replace("(logits + noise)", "noise"), "the largest of logits + noise"),
     ],
-    "18.3": [
+    "18.4": [
         (_batch(room="room_bytes = limit_s * bytes_per_s - weight_bytes"), "don't fit in memory"),
         (_batch(room="room_bytes = memory_bytes - weight_bytes"), "takes longer than the limit"),
         (_batch(result="int(room_bytes // (cache_bytes * context))"), "the answer is 0"),
         (_batch(result="max(0, round(room_bytes / (cache_bytes * context) + 0.5))"), "Round down"),
         (_batch(room=_ROOM.replace(" - weight_bytes", "")), "the weights once"),
     ],
-    "18.4": [
+    "18.5": [
         (_fair(key="place", share="max(0, left)"), "an equal share"),
         (_fair(share="max(0, left)"), "an equal share"),
         (_fair(left="budget"), "Generations that are decoding count, too"),

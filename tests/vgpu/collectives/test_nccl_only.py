@@ -18,6 +18,10 @@ def main(rank, world):
         "empty": lambda: symmetric.empty(4, device="vgpu"),
         "empty there": lambda: symmetric.empty(4, device=x.device),
         "rendezvous": lambda: symmetric.rendezvous(x, name),
+        "pool": lambda: symmetric.get_mem_pool(x.device),
+        "fused": lambda: torch.ops.symm_mem.fused_all_gather_matmul(
+            x[None], [x[:, None]], gather_dim=0, group_name=name
+        ),
         "options": lambda: dist.new_group(pg_options=Options()),
         "nccl": lambda: dist.new_group(backend="nccl"),
         "both": lambda: dist.new_group(backend="cpu:gloo,cuda:nccl"),
@@ -38,9 +42,11 @@ def test_nccl_only_features_are_rejected_with_a_clear_message():
         "empty": "empty() on vgpu: symmetric memory",
         "empty there": "empty() on vgpu:0: symmetric memory",
         "rendezvous": "rendezvous() on vgpu:0: symmetric memory",
+        "pool": "get_mempool_allocator() on vgpu:0: symmetric memory",
     }.items():
         assert said[kind].startswith(f"NotImplementedError: {begin} needs GPUs that read"), kind
         assert "use the collectives of torch.distributed" in said[kind]
+    assert said["fused"].startswith("NotImplementedError: operators that use symmetric memory")
     assert (
         "the backend vccl of virtual GPUs has no options: leave out pg_options" in said["options"]
     )

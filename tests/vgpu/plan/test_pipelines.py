@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from levels import sample
+from perfettos_import import assert_is_drawn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 
@@ -211,7 +212,11 @@ def test_the_trace_has_a_row_for_each_stage(tmp_path, capsys):
     assert lanes == {f"rank {rank}{gpu}" for rank in (0, 2) for gpu in ("", ", H100 80GB HBM3")}
     assert "3B1" in {row["name"] for row in rows if row.get("cat") == "user_annotation"}
     kernels = [row for row in rows if row.get("cat") == "kernel"]
-    assert any(row["args"]["module"].startswith("3B1") for row in kernels)
+    sent = [row for row in kernels if row["args"]["module"].startswith("3B1")]
+    (action,) = (row for row in rows if row["name"] == "3B1")
+    # A last reduction outlasts its action, which must not make it overlap the next one.
+    assert max(row["ts"] + row["dur"] for row in sent) > action["ts"] + action["dur"] + 1
+    assert_is_drawn(rows)
 
 
 def test_smaller_micro_batches_are_tried_if_a_plan_does_not_fit():

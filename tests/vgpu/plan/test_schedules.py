@@ -144,6 +144,7 @@ def test_the_error_for_a_deadlock_names_only_devices_in_the_cycle():
         simulate(from_text(rows))
     assert "device 0" not in str(caught.value)
     assert "device 1 is at B0" in str(caught.value) and "device 2 is at F1" in str(caught.value)
+    assert caught.value.at == {0: "B0", 1: "B0", 2: "F1"}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from perfettos_import import assert_is_drawn
 from torch.profiler import record_function
 
 import vgpu
@@ -151,7 +152,7 @@ def test_backward_is_launched_by_an_autograd_thread(tmp_path):
 
 
 def test_kernels_on_a_stream_do_not_overlap_when_rounded_to_nanoseconds(tmp_path):
-    # Perfetto drops a span that starts within another one on its track and ends after it.
+    # Two spans on a track must be nested or apart: Perfetto marks others as errors, or drops them.
     x = torch.ones(1000, 1000, device="vgpu:0")
     with vgpu.record() as timeline:
         for _ in range(30):
@@ -161,3 +162,13 @@ def test_kernels_on_a_stream_do_not_overlap_when_rounded_to_nanoseconds(tmp_path
     assert len(times_ns) == 30 and all(row["ts"] == round(row["ts"], 3) for row in rows)
     for (start, lasts), (following, _) in itertools.pairwise(times_ns):
         assert start + lasts <= following
+
+
+def test_perfetto_draws_every_span_and_arrow(joined, tmp_path):
+    assert_is_drawn(rows_of(joined, tmp_path / "joined.json"))
+    x = torch.ones(2**20, device="vgpu:0", requires_grad=True)
+    with vgpu.record() as timeline, record_function("step"):
+        with torch.vgpu.stream(torch.vgpu.Stream("vgpu:0")):
+            x.exp().to("vgpu:1").sum().backward()
+        x.detach().sum().item()
+    assert_is_drawn(rows_of(timeline, tmp_path / "trace.json"))
