@@ -356,12 +356,10 @@ def memory_over_step(sizes: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
     colors = [COLORS[name] for name in ("black", "vermilion", "blue", "green", "purple")]
     peaks = {name: max(max(phase) for phase in phases.values()) for name, phases in sizes.items()}
     for (name, phases), color in zip(sizes.items(), colors, strict=False):
-        places = [
-            start + index / max(len(phase) - 1, 1)
-            for start, phase in enumerate(phases.values())
-            for index in range(len(phase))
-        ]
-        curve = [size / _GIB for phase in phases.values() for size in phase]
+        places, curve = [], []
+        for start, phase in enumerate(phases.values()):
+            places += [start + index / len(phase) for index in range(len(phase))] + [start + 1]
+            curve += [size / _GIB for size in [*phase, phase[-1]]]
         label = f"{name}: peak {peaks[name] / _GIB:.1f} GiB"
         axes.plot(places, curve, color=color, label=label, linewidth=1.2)
     names = list(next(iter(sizes.values())))
