@@ -280,7 +280,7 @@ def test_the_error_for_a_bad_vgpu_count_names_the_variable(monkeypatch, capsys):
     monkeypatch.setenv("VGPU_COUNT", "many")
     with pytest.raises(SystemExit):
         parser().parse_args(["x.py"])
-    assert "found 'many' in the environment variable VGPU_COUNT" in capsys.readouterr().err
+    assert "got 'many' in the environment variable VGPU_COUNT" in capsys.readouterr().err
     assert parser().parse_args(["--count", "3", "x.py"]).count == 3
 
 
