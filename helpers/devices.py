@@ -51,7 +51,10 @@ def describe(count: int = 8) -> Table:
         ("this machine", ""),
         (
             ("PyTorch", torch.__version__),
-            ("CPU", f"{os.cpu_count()} cores, {threads} PyTorch threads"),
+            (
+                "CPU",
+                f"{os.cpu_count()} cores, {threads} PyTorch thread{'s' if threads > 1 else ''}",
+            ),
             ("real GPUs", _real_gpus()),
             ("this course uses", f"{used} ({named})"),
             ("because", why),

@@ -142,7 +142,7 @@ def resumed_curves(
         below.plot(steps, off, **style)
         if not any(off):
             below.annotate(
-                "exactly 0", (steps[-1], 0), (0, 5), textcoords="offset points", ha="right"
+                "exactly 0", (steps[0], 0), (4, -11), textcoords="offset points", fontsize=9
             )
     for axes in (above, below):
         axes.axvline(stopped_after - 0.5, color=COLORS["gray"], linewidth=1)
