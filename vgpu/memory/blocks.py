@@ -71,12 +71,16 @@ def record_memory(label: Callable[[], str] | None = None) -> Iterator[MemoryReco
     event. Inside ``vgpu.cluster``, the record excludes GPUs outside the cluster, where garbage may
     be collected in the meantime.
     """
+    if borrowed:
+        _wait_for_returns()
     with _lock:
         record = MemoryRecord(_memories, label, _depth)
         _records.append(record)
     try:
         yield record
     finally:
+        if borrowed:
+            _wait_for_returns()
         with _lock:
             _records[:] = [other for other in _records if other is not record]
 

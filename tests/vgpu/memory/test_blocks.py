@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import vgpu
+from vgpu.memory import blocks
 
 MIB = 2**20
 
@@ -231,3 +232,23 @@ def test_a_copy_of_a_tensors_attributes_is_on_the_same_gpu():
         attributes = vars(torch.ones(3, device="vgpu:0"))
         copied = copy.deepcopy(attributes["_gpu"])
         assert copied is attributes["_gpu"]
+
+
+def test_a_record_includes_what_gloo_drops_a_moment_late():
+    class HeldByGloo:
+        """A tensor that only gloo's thread still holds, until someone waits for its return."""
+
+        def __init__(self):
+            self.tensor = torch.zeros(1024, device="vgpu:0")
+
+        def is_dropped(self):
+            return True
+
+        def wait_for_return(self):
+            self.tensor = None
+
+    before, inside = HeldByGloo(), HeldByGloo()
+    blocks.borrowed.append(before)
+    with vgpu.record_memory() as record:
+        blocks.borrowed.append(inside)
+    assert [(event.size_bytes, event.allocated_bytes) for event in record.events] == [(-4096, 0)]
