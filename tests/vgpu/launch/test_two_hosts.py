@@ -139,7 +139,7 @@ def test_the_folder_is_left_with_one_complete_checkpoint(lesson, tmp_path):
         patch.setattr(os, "replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
             lesson["save"](tmp_path, model, optimizer, ["after"])
-    assert lesson["resume"](tmp_path, model, optimizer, "cpu") == ["before"]
+    assert lesson["resume"](tmp_path, model, optimizer) == ["before"]
 
 
 def interrupted(*_):
