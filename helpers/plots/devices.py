@@ -35,9 +35,9 @@ def memories(
         axes.text(3 * column + 1.5, 2.62, name, ha="center", fontsize=10)
     for (x, y), names in places.items():
         color = COLORS["orange" if x < 3 else "blue"]
-        axes.add_patch(FancyBboxPatch((x - 0.9, y - 0.25), 1.8, 0.5, fc="white", ec=color, **_BOX))
+        axes.add_patch(FancyBboxPatch((x - 1.1, y - 0.25), 2.2, 0.5, fc="white", ec=color, **_BOX))
         tensor = tensors[names[0]]
-        shown = str([round(value, 2) for value in tensor.flatten().tolist()]).replace(".0", "")
+        shown = f"[{', '.join(f'{round(x, 2):g}' for x in tensor.flatten().tolist())}]"
         inside = shown if tensor.dim() == 1 and len(tensor) <= 3 else tuple(tensor.shape)
         axes.text(x, y, f"{', '.join(names)}  {inside}", ha="center", va="center", fontsize=10)
     where = {name: place for place, names in places.items() for name in names}

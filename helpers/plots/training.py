@@ -127,8 +127,9 @@ def resumed_curves(
 ) -> None:
     """Plot the losses of an uninterrupted run, and of runs resumed after ``stopped_after`` steps.
 
-    The plot starts five steps before the stop. ``resumed`` maps a label to all of that run's losses in nats, from the first step on. The lower panel
-    shows each run's distance from the uninterrupted run.
+    The plot starts five steps before the stop. ``resumed`` maps a label to all of that run's losses
+    in nats, from the first step on. The lower panel shows each run's distance from the
+    uninterrupted run.
     """
     fig, (above, below) = figure(2, 1, height=4.6, sharex=True)
     shown = range(max(0, stopped_after - 5), len(whole))
@@ -136,18 +137,15 @@ def resumed_curves(
     looks: Any = zip(("vermilion", "blue"), ("-", "--"), strict=True)
     for (label, losses), (color, line) in zip(resumed.items(), looks, strict=False):
         steps = range(stopped_after, len(losses))
-        style = {"color": COLORS[color], "linestyle": line, "label": label}
-        above.plot(steps, losses[stopped_after:], **style)
+        style = {"color": COLORS[color], "linestyle": line}
+        above.plot(steps, losses[stopped_after:], **style, label=label)
         off = [abs(losses[step] - whole[step]) for step in steps]
-        below.plot(steps, off, **style)
-        if not any(off):
-            below.annotate(
-                "exactly 0", (steps[0], 0), (4, -11), textcoords="offset points", fontsize=9
-            )
+        below.plot(steps, off, **style, label=label if any(off) else f"{label}: exactly 0")
     for axes in (above, below):
         axes.axvline(stopped_after - 0.5, color=COLORS["gray"], linewidth=1)
     above.set(ylabel="loss (nats)")
     above.legend()
+    below.legend(loc="upper left")
     title(above, "Only the full checkpoint continues the run", f"measured, {device}")
     below.set(xlabel="optimizer step", ylabel="distance (nats)")
     apart = (
