@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from teaching.lessons import ROOT
+from teaching.lessons import NOTEBOOKS, ROOT
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -41,6 +41,12 @@ def test_files_named_in_the_text_exist(path):
         for folder in FOLDERS.values():
             places += folder.rglob(pattern)
         assert places or not is_path, f"no {name}"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=named)
+def test_files_of_the_repository_named_in_a_lesson_exist(path):
+    for name in re.findall(r"`(\w+/[\w./]+\.\w+)`", path.read_text(encoding="utf-8")):
+        assert (ROOT / name).exists() or name.partition("/")[0] not in FOLDERS, f"no {name}"
 
 
 def test_the_readmes_tree_matches_the_repository():
