@@ -3,7 +3,7 @@
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
@@ -150,13 +150,14 @@ def from_fourteen_to_eight(answer: Any) -> dict[str, Any]:
             given=given,
             hint="first_plan splits them: keep its entries.",
         )
+    of_blocks = {f"blocks.*.{name}": style for name, style in plan.items()}
     try:
-        results = on_ranks(_beside_whole_gpt, 2, model, tokens, plan, given=given, gpu=GPU)
+        results = on_ranks(_beside_whole, 2, model, [tokens], of_blocks, given=given, gpu=GPU)
     except Wrong as wrong:
         wrong.hint = f"{_hint_for_error(wrong.yours)}\n{wrong.hint}"
         raise
     size_bytes = 4 * tokens.numel() * _SMALL_GPT.width
-    for rank, (off, off_gradient, calls) in enumerate(results):
+    for rank, (off, off_gradient, calls, _) in enumerate(results):
         where = f"{given}; on rank {rank}"
         if not (off <= 1e-4 and off_gradient <= 1e-4):
             raise Wrong(
@@ -222,40 +223,16 @@ def _plan_in(answer: Any, block: nn.Module, given: str, start: str) -> dict[str,
     return dict(answer)
 
 
-def _beside_whole_gpt(
-    rank: int, world_size: int, model: nn.Module, tokens: torch.Tensor, plan: dict[str, Any]
-) -> tuple[float, float, list[tuple[str, int]]]:
-    """Return errors of logits and gradients, and the collectives."""
-    gpu = own_gpu()
-    model, tokens = model.to(gpu), tokens.to(gpu)
-    expected = model(tokens)
-    gradients = torch.autograd.grad(expected.square().mean(), list(model.parameters()))
-    of_blocks = {f"blocks.*.{name}": style for name, style in plan.items()}
-    parallelize_module(model, init_device_mesh(gpu.type, (world_size,)), of_blocks)
-    with CollectiveCounter() as sent:
-        logits = model(tokens)
-        logits.square().mean().backward()
-    pairs = zip(model.parameters(), gradients, strict=True)
-    off = [(_full(p.grad) - right).abs().max().item() for p, right in pairs]
-    return (logits - expected).abs().max().item(), max(off), sent.calls
-
-
 @exercise("13.3", "A plan with three faults", callable_answer=False)
 def plan_with_three_faults(answer: Any) -> dict[str, Any]:
     torch.manual_seed(random.randrange(2**31))
-    block, x = TransformerBlock(_SMALL), torch.randn(2, 6, 32)
+    block, x = TransformerBlock(_SMALL), torch.randn(2, 6, 32, requires_grad=True)
+    angles = rotary_angles(x.size(1), 8, _SMALL.rotary_base)
+    inputs = [x, angles.cos(), angles.sin()]
     given = "a TransformerBlock with 4 query heads and 2 key-value heads, on 2 ranks"
     plan = _plan_in(answer, block, given, start="{**faulty, ...}")
     try:
-        results = on_ranks(
-            _beside_whole_block,
-            2,
-            block,
-            x,
-            plan,
-            given=given,
-            gpu=GPU,
-        )
+        results = on_ranks(_beside_whole, 2, block, inputs, plan, given=given, gpu=GPU)
     except Wrong as wrong:
         wrong.hint = (
             "The block doesn't run: some layer gets a different part than it expects. Follow the "
@@ -310,31 +287,42 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts[0]) == len(parts[1]) and all(map(fnmatch, *parts))
 
 
-def _beside_whole_block(
-    rank: int, world_size: int, block: nn.Module, x: torch.Tensor, plan: dict[str, Any]
+def _beside_whole(
+    rank: int,
+    world_size: int,
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    plan: dict[str, Any],
 ) -> tuple[float, float, list[tuple[str, int]], dict[str, float]]:
-    """Return errors of output and gradients, collectives, and this rank's share of each matrix."""
+    """Return errors of output and gradients, collectives, and this rank's share of each matrix.
+
+    The gradients are those of the parameters, and of the inputs that require one.
+    """
     gpu = own_gpu()
-    angles = rotary_angles(x.size(1), 8, _SMALL.rotary_base).to(gpu)
-    block = block.to(gpu)
-    theirs, mine = (x.to(gpu).requires_grad_() for _ in range(2))
-    expected = block(theirs, angles.cos(), angles.sin())
-    loss = expected.square().mean()
-    of_x, *others = torch.autograd.grad(loss, [theirs, *block.parameters()])
-    gradients = dict(zip(dict(block.named_parameters()), others, strict=True))
-    parallelize_module(block, init_device_mesh(gpu.type, (world_size,)), plan)
+    module = module.to(gpu)
+    theirs, mine = (
+        [x.detach().to(gpu).requires_grad_(x.requires_grad) for x in inputs] for _ in range(2)
+    )
+    expected = module(*theirs)
+    names = [name for name, _ in module.named_parameters()]
+    wanted = [x for x in theirs if x.requires_grad]
+    gradients = torch.autograd.grad(
+        expected.square().mean(), [*wanted, *map(module.get_parameter, names)]
+    )
+    parallelize_module(module, init_device_mesh(gpu.type, (world_size,)), plan)
     with CollectiveCounter() as sent:
-        output = block(mine, angles.cos(), angles.sin())
+        output = module(*mine)
         if isinstance(output, DTensor):
-            raise TypeError("the block's output is a DTensor; it must be a plain tensor")
+            raise TypeError("the output is a DTensor; it must be a plain tensor")
         output.square().mean().backward()
-    own = {name: parameter.grad for name, parameter in block.named_parameters()}
-    pairs = [(mine.grad, of_x), *((own[name], gradient) for name, gradient in gradients.items())]
+    found = [x.grad for x in mine if x.requires_grad]
+    found += [module.get_parameter(name).grad for name in names]
+    pairs = zip(found, gradients, strict=True)
     off = [(_full(a) - b).abs().max().item() for a, b in pairs]
-    matrices = {name: p for name, p in block.named_parameters() if p.dim() == 2}
     shares = {
         name: (p.to_local() if isinstance(p, DTensor) else p).numel() / p.numel()
-        for name, p in matrices.items()
+        for name, p in module.named_parameters()
+        if p.dim() == 2
     }
     return (output - expected).abs().max().item(), max(off), sent.calls, shares
 
