@@ -188,64 +188,6 @@ def _check_quiet(model: Watched, plain: Watched, given: str) -> None:
         expect_close(mine[name], value, given=f"{name} after the epoch; {given}", hint=hint)
 
 
-@exercise("3.4", "Stop in the middle of an epoch")
-def check_remaining_batches(remaining_batches: Callable) -> dict[str, Any]:
-    random_state = torch.get_rng_state()
-    try:
-        total = random.randint(4, 7)
-        # In the middle, before the first batch, and after the last.
-        for done in (random.randint(1, total - 2), 0, total):
-            _check_one_resume(remaining_batches, total, done)
-    finally:
-        torch.set_rng_state(random_state)
-    return {
-        "your losses": "the uninterrupted run's, bit for bit, up to the end of the next epoch",
-        "stopped": "in the middle, before the first batch, and after the last",
-    }
-
-
-def _check_one_resume(remaining_batches: Callable, total: int, done: int) -> None:
-    batch_size = random.randint(3, 5)
-    count = total * batch_size - random.randint(0, 2)
-    data = Augmented(torch.randn(count, FEATURES), torch.randint(CLASSES, (count,)))
-
-    def new_loader() -> DataLoader:
-        order = torch.Generator().manual_seed(random.randrange(2**31))
-        return DataLoader(data, batch_size, shuffle=True, generator=order)
-
-    whole, loader = Trainer(), new_loader()
-    order = loader.generator.get_state()
-    batches = iter(loader)
-    whole.train(islice(batches, done))
-    weights = copy.deepcopy(whole.model.state_dict())
-    momentum = copy.deepcopy(whole.optimizer.state_dict())
-    random_state = torch.get_rng_state()
-    whole.train(batches)
-    ends = len(whole.losses)
-    whole.train(loader)
-
-    part, loader = Trainer(), new_loader()
-    part.model.load_state_dict(weights)
-    part.optimizer.load_state_dict(momentum)
-    torch.set_rng_state(random_state)
-    given = f"an epoch of {total} batches, stopped after {done}"
-    with for_input(given):
-        answer = remaining_batches(loader, order.clone(), done)
-        _expect_iterable(answer)
-        part.train(answer)
-    _compare_epoch(part, whole, done, ends, given)
-    part.train(loader)
-    hint = (
-        "The loader's generator must end where the uninterrupted run's did: iterate over this "
-        "loader once, and over nothing else that draws from its generator."
-    )
-    after = f"the items of the next epoch; {given}"
-    expect_equal(part.items[ends - done :], whole.items[ends:], given=after, hint=hint)
-    _expect_same_losses(
-        part.losses, whole.losses[done:], f"the losses up to the end; {given}", done
-    )
-
-
 _PARTS = {
     "model": "Without its weights, the run starts over: run.model.state_dict().",
     "optimizer": "AdamW's moments start at zero: run.optimizer.state_dict().",
@@ -256,6 +198,7 @@ _PARTS = {
     "losses": "The record of the losses ends at the stop: run.losses.",
     "epochs_done": "The resumed run doesn't know how many epochs are left: run.epochs_done.",
 }
+_PLAIN = (torch.Tensor, dict, list, tuple, int, float, str)
 
 
 @exercise("3.3", "What a checkpoint must hold")
@@ -357,7 +300,62 @@ def _saved_and_loaded(answer: Any) -> dict[str, Any]:
     return loaded
 
 
-_PLAIN = (torch.Tensor, dict, list, tuple, int, float, str)
+@exercise("3.4", "Stop in the middle of an epoch")
+def check_remaining_batches(remaining_batches: Callable) -> dict[str, Any]:
+    random_state = torch.get_rng_state()
+    try:
+        total = random.randint(4, 7)
+        # In the middle, before the first batch, and after the last.
+        for done in (random.randint(1, total - 2), 0, total):
+            _check_one_resume(remaining_batches, total, done)
+    finally:
+        torch.set_rng_state(random_state)
+    return {
+        "your losses": "the uninterrupted run's, bit for bit, up to the end of the next epoch",
+        "stopped": "in the middle, before the first batch, and after the last",
+    }
+
+
+def _check_one_resume(remaining_batches: Callable, total: int, done: int) -> None:
+    batch_size = random.randint(3, 5)
+    count = total * batch_size - random.randint(0, 2)
+    data = Augmented(torch.randn(count, FEATURES), torch.randint(CLASSES, (count,)))
+
+    def new_loader() -> DataLoader:
+        order = torch.Generator().manual_seed(random.randrange(2**31))
+        return DataLoader(data, batch_size, shuffle=True, generator=order)
+
+    whole, loader = Trainer(), new_loader()
+    order = loader.generator.get_state()
+    batches = iter(loader)
+    whole.train(islice(batches, done))
+    weights = copy.deepcopy(whole.model.state_dict())
+    momentum = copy.deepcopy(whole.optimizer.state_dict())
+    random_state = torch.get_rng_state()
+    whole.train(batches)
+    ends = len(whole.losses)
+    whole.train(loader)
+
+    part, loader = Trainer(), new_loader()
+    part.model.load_state_dict(weights)
+    part.optimizer.load_state_dict(momentum)
+    torch.set_rng_state(random_state)
+    given = f"an epoch of {total} batches, stopped after {done}"
+    with for_input(given):
+        answer = remaining_batches(loader, order.clone(), done)
+        _expect_iterable(answer)
+        part.train(answer)
+    _compare_epoch(part, whole, done, ends, given)
+    part.train(loader)
+    hint = (
+        "The loader's generator must end where the uninterrupted run's did: iterate over this "
+        "loader once, and over nothing else that draws from its generator."
+    )
+    after = f"the items of the next epoch; {given}"
+    expect_equal(part.items[ends - done :], whole.items[ends:], given=after, hint=hint)
+    _expect_same_losses(
+        part.losses, whole.losses[done:], f"the losses up to the end; {given}", done
+    )
 
 
 def _expect_iterable(answer: Any) -> None:
