@@ -15,6 +15,7 @@ from helpers.checks.core import (
     for_input,
     hint_by_value,
 )
+from helpers.checks.describing import describe
 from helpers.checks.on_ranks import GPU, on_ranks
 from vgpu.plan.request_queue import Generation, Request, chunked_prefill, simulate_queue
 from vgpu.plan.serving import Server
@@ -36,8 +37,15 @@ def keys_and_values(answer: Callable[..., Any]) -> dict[str, Any]:
             given = (
                 f"pass {number + 1} of layer {layer}, with {new} new tokens: key and value {shape}"
             )
-            with for_input(given, "Return two tensors, the keys and the values."):
-                found = dict(zip(("key", "value"), answer(cache, *news[layer][-1]), strict=True))
+            with for_input(given, "cache is empty at first. Tokens are dimension 2 of all."):
+                returned = answer(cache, *news[layer][-1])
+            # A tensor whose batch is 2 would unpack into two as well.
+            if not isinstance(returned, tuple | list) or len(returned) != 2:
+                hint = "Return two tensors, the keys and the values."
+                raise Wrong(
+                    yours=describe(returned), expected="(keys, values)", given=given, hint=hint
+                )
+            found = dict(zip(("key", "value"), returned, strict=True))
             for place, name in enumerate(found):
                 olds = [each[place] for each in news[layer]]
                 whole, swapped = torch.cat(olds, 2), [each[1 - place] for each in news[layer]]

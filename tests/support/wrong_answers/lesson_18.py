@@ -92,7 +92,7 @@ WRONG = {
         (_cache(returned="value, key"), "swapped"),
         (
             _cache(joined='torch.cat([cache["key"], key]), torch.cat([cache["value"], value])'),
-            "Return two",
+            "Tokens are dimension 2",
         ),
         (_cache(returned="key"), "Return two tensors"),
         (_cache(returned="key.transpose(1, 2), value"), "Tokens are dimension 2"),
