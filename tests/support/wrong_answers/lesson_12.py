@@ -89,6 +89,7 @@ WRONG = {
         (_prepare(parts="(model,)"), "single unit: forward gathers all of it at once"),
         (_prepare(parts="(*model.layers, model)"), "the embedding or the head"),
         (_prepare(parts="(model.embedding, *model.layers, model)"), "the embedding or the head"),
+        (_prepare(parts="(*model.layers, model.head, model)"), "the embedding or the head"),
         (
             _prepare(parts="(model.embedding, *model.layers, model.norm, model.head)"),
             "a root stays gathered after forward",
