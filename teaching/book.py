@@ -127,8 +127,8 @@ def write_sources(source: Path, cache: Path) -> None:
         for cell in notebook.cells:
             took_s += explorers.seconds(cell)
             answered += explorers.put_in_page(cell, source / "_static" / "explorers")
-            if "setup" in cell.metadata.get("tags", ()):
-                cell.metadata.tags.append("hide-input")
+            if "setup" in (tags := cell.metadata.get("tags", [])) and "hide-input" not in tags:
+                tags.append("hide-input")
             # JupyterLab and MyST create different anchors for headings.
             within = re.compile(r"\]\(#([^)]+)\)")
             if cell.cell_type == "markdown":
