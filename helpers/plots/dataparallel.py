@@ -317,7 +317,7 @@ def iteration(steps: Sequence[Snapshot], at_the_peak: str = "") -> None:
 
 
 def one_step(step: Snapshot, most_bytes: int) -> None:
-    """Plot MiB by cause at one moment, a bar per GPU; ``most_bytes`` is where the axis ends."""
+    """Plot MiB by cause at one moment, a bar per GPU; the axis ends at ``most_bytes``."""
     fig, axes = figure(width=7.5, height=0.8 + 0.55 * len(step.by_cause))
     gpus = list(step.by_cause)[::-1]
     # Include every cause, present or not, to keep the legend the same for every step.

@@ -111,7 +111,7 @@ def errors_by_ranks(
 def losses(
     curves: Mapping[str, Sequence[float]], message: str, how: str, *, every: int = 1
 ) -> None:
-    """Plot multiple runs' losses, one for ``every`` so many steps.
+    """Plot multiple runs' losses, each recorded once every ``every`` steps.
 
     Later runs are drawn on top, with thinner lines.
     """

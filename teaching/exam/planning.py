@@ -108,11 +108,11 @@ def makespan(answer: Callable[..., float | None]) -> dict[str, Any]:
 
 # Orders that get stuck, with the reasons as keys.
 _STUCK = {
-    "Here each GPU waits for the other.": [
+    "Here, each GPU waits for the other.": [
         [("F", 0), ("B", 0), ("F", 1), ("B", 1)],
         [("F", 1), ("B", 1), ("F", 0), ("B", 0)],
     ],
-    "Here the backward comes before its own forward.": [[("B", 0), ("F", 0)]],
+    "Here, a backward comes before its own forward.": [[("B", 0), ("F", 0)]],
 }
 
 
@@ -144,7 +144,7 @@ def largest_batch(answer: Callable[[Callable[[int], int], int], int]) -> dict[st
         with for_input(given, "Return a number of samples."):
             yours = answer(peak, budget_bytes)
             if isinstance(yours, bool) or not isinstance(yours, int):
-                raise Wrong(yours=yours, expected="a whole number of samples")
+                raise Wrong(yours=yours, expected="an integer, the number of samples")
             if len(asked) > 3:
                 raise Wrong(
                     yours=f"{len(asked)} steps measured, with {asked} samples",

@@ -133,7 +133,7 @@ def test_an_environment_that_setup_did_not_create_is_left_alone(clone):
     (clone / ".venv").mkdir()
     (clone / ".venv" / "pyvenv.cfg").write_text("mine")
     said, good = make(clone)
-    assert not good and "wasn't made by this setup, so it stays" in said
+    assert not good and "wasn't created by this setup and is left alone" in said
     assert (clone / ".venv" / "pyvenv.cfg").read_text() == "mine"
 
 
