@@ -97,8 +97,8 @@ def batches(
     if tokens.dim() != 1 or len(tokens) <= length or length < 1:
         raise ValueError(
             f"sequences of {length} characters plus the one that follows can't be cut from tokens "
-            f"of shape {tuple(tokens.shape)}: batches needs (N,) with N above {length}, and a positive "
-            "length."
+            f"of shape {tuple(tokens.shape)}: batches needs (N,) with N above {length}, and a "
+            "positive length."
         )
     if world_size < 1 or batch_size < 1 or batch_size % world_size:
         raise ValueError(

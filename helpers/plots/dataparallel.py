@@ -104,9 +104,9 @@ def idle_gpus(idle: Mapping[int, int], gpu_count: int) -> None:
     axes.set(xlabel="batch size", ylabel="idle GPUs", ylim=(0, gpu_count))
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="x", visible=False)
-    title(axes, f"Idle GPUs, of {gpu_count}", "counted from PyTorch's scatter")
+    title(axes, f"Idle GPUs, out of {gpu_count}", "counted from PyTorch's scatter")
     some = ", ".join(f"{count} at {size}" for size, count in idle.items() if count)
-    show(fig, f"Bar chart of idle GPUs, of {gpu_count}, by batch size: {some}; otherwise 0.")
+    show(fig, f"Bar chart of idle GPUs, out of {gpu_count}, by batch size: {some}; otherwise 0.")
 
 
 def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> None:
@@ -272,7 +272,7 @@ def _arrow(
 def iteration(steps: Sequence[Snapshot], at_the_peak: str = "") -> None:
     """Plot MiB by cause: a panel per GPU, a stacked bar for the state after each step, peaks marked.
 
-    ``at_the_peak`` is written beside the first GPU's highest peak: what it consists of.
+    ``at_the_peak``, written next to the first GPU's highest peak, says what it consists of.
     """
     gpus = list(steps[-1].by_cause)
     fig, panels = figure(len(gpus), 1, width=8, height=2.2 * len(gpus), sharex=True, sharey=True)

@@ -32,7 +32,7 @@ def remaining(answer: Callable[..., list[list[int]]]) -> dict[str, Any]:
             if len(batches[0]) != step + 1:
                 raise Wrong(yours=f"{len(batches[0])} batches", expected=f"{step + 1}, and no more")
     return {
-        "each of the samples": "seen once, on 2, 3 and 4 ranks, in equally many steps on each rank"
+        "each of the samples": "seen once, on 2, 3 and 4 ranks, with equally many steps on each"
     }
 
 
@@ -136,7 +136,7 @@ def largest_batch(answer: Callable[[Callable[[int], int], int], int]) -> dict[st
                 raise Wrong(
                     yours=f"peak({batch_size:,})",
                     expected=f"at most {MOST_SAMPLES:,} samples, as the task says",
-                    hint="Two points on a line needn't be far apart.",
+                    hint="The two points on a line don't have to be far apart.",
                 )
             return step(batch_size)
 

@@ -307,7 +307,7 @@ def repaired(
                     expected=f"at most {format_seconds(1.1 * ours.makespan_s)}",
                     given=given,
                     hint="Right, but copies and matmuls take turns. Wait as early in the "
-                    "loop as you can, for as little as possible; Python itself shouldn't wait at all.",
+                    "loop and for as little as possible; Python itself shouldn't wait at all.",
                 )
             with vgpu.record() as in_turn:
                 _use_memory(rows, there)

@@ -292,7 +292,7 @@ def _peak_hint(model: nn.Module, units: int, in_preparation: bool) -> str:
         )
     if not (isinstance(model.embedding, FSDPModule) and isinstance(model.head, FSDPModule)):
         return (
-            "Parameters without their own unit belong to the model's unit, which stays gathered from "
+            "Parameters without their own unit are in the model's unit, which stays gathered from "
             "forward to the end of backward: here, that's the embedding or the head."
         )
     return "Too much is gathered at once. Are units small, and freed after forward?"

@@ -164,8 +164,8 @@ def from_fourteen_to_eight(answer: Any) -> dict[str, Any]:
                 yours=f"logits off by {off:.2g}, gradients by {off_gradient:.2g}",
                 expected="one GPU's logits and gradients",
                 given=where,
-                hint="An input is declared with a placement that it doesn't have: outside the matmuls, "
-                "every tensor is replicated on each GPU.",
+                hint="An input is declared with a placement that it doesn't have: outside the "
+                "matmuls, every tensor is replicated on each GPU.",
             )
         if Counter(calls) != {("all_reduce", size_bytes): 8}:
             raise Wrong(

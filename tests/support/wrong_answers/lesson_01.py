@@ -158,7 +158,7 @@ WRONG = {
         (_script(mean="self.mean = nn.Parameter(torch.full((4,), 0.5))"), "mean is a parameter"),
         # The mean is gone, and the fault with it.
         (_script(mean="", centered="0.5"), "mean is gone"),
-        # No error any more, since everything stays on the CPU.
+        # There's no error anymore, since everything stays on the CPU.
         (
             _script(**_ON_THE_CPU, last="return loss.detach().numpy()"),
             "The entire model must be on the device",
