@@ -83,7 +83,7 @@ def clone(tmp_path):
 
 
 def make(folder, *arguments, **environment):
-    """Run ``make venv`` in ``folder``; returns its output, and whether it succeeded."""
+    """Run ``make venv`` in ``folder``; return its output, and whether it succeeded."""
     plain = {"PATH": os.environ["PATH"], "HOME": str(folder.parent), "PIP_CONFIG_FILE": os.devnull}
     done = subprocess.run(
         ["make", "--no-print-directory", "venv", f"PYTHON={sys.executable}", *arguments],

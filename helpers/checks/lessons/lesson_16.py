@@ -462,7 +462,7 @@ def _peak_hint(yours: dict[str, int], trace: list[Row]) -> str:
     if sum(yours.values()) > everything:
         return "Blocks are parts of segments: only alloc and free_completed count."
     if sum(yours.values()) == right:
-        return "The bytes are right, but not whose they are: add up each name's blocks."
+        return "The bytes are right, but under the wrong names: add up each name's blocks."
     return "A block lives from its alloc to the free_completed of the same address."
 
 

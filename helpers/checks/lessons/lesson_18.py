@@ -112,7 +112,9 @@ def cache_of_one_gpu(answer: Callable[..., Any]) -> dict[str, Any]:
 def _hint_for_bytes(found: float, right: int, sizes: TransformerSizes, tp: int, bits: int) -> str:
     group = sizes.heads // sizes.key_value_heads
     copies = max(1, tp // sizes.key_value_heads)
-    whole_heads = {"A GPU holds whole heads: several GPUs hold the same one.": right / copies}
+    whole_heads = {
+        "A GPU holds whole heads, so several GPUs may hold the same one.": right / copies
+    }
     wrong = {
         **(whole_heads if tp > sizes.key_value_heads else {}),
         "Keys and values: two elements, not one.": right / 2,
