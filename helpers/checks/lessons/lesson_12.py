@@ -171,7 +171,7 @@ def _judge_collectives(
 
 @exercise("12.2", "Shard this model")
 def shard_this_model(answer: Callable[[nn.Module, torch.device], Any]) -> dict[str, str]:
-    layers = 10  # with more, an embedding or a head without a unit of its own counts for less
+    layers = 10  # with more, an embedding or a head without its own unit matters less
     given = f"a model with {layers} layers on {_GPUS} virtual GPUs"
     with for_input(given, "Shard the model, allocate it on gpu, and return the optimizer."):
         with vgpu.cluster(1, _GPUS, "H100") as cluster, vgpu.shapes_only():

@@ -114,7 +114,7 @@ _ASKED = {
 
 _REPLIES = {
     "item": "So it was my NaN check after each layer!",
-    "gather": "So it is the network. Or I give it more tokens per gather.",
+    "gather": "So it's the network. Or I could use more tokens per gather.",
     "straggler": "I'll sort the long texts into buckets.",
     "launches": "I'll try CUDA graphs.",
     "loader": "More workers, then.",

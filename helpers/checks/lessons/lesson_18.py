@@ -297,7 +297,7 @@ def _check_forward(tokens: Any, generations: Sequence[Generation]) -> None:
     if not isinstance(tokens, list | tuple) or len(tokens) != len(generations):
         raise Wrong(
             yours=tokens,
-            expected="a list with an integer for each generation, in their order",
+            expected="a list with an integer for each generation, in order",
             hint="Return how many tokens each gets, as in [12, 1, 1], including those that decode.",
         )
     for n, g in zip(tokens, generations, strict=True):
