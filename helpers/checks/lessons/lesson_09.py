@@ -228,7 +228,7 @@ def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> dic
                 yours=f"{len(asked)} recordings",
                 expected=f"at most {_MOST_RECORDINGS}",
                 given=given,
-                hint="The curve is flat around its minimum: try sizes that differ by a factor of 2.",
+                hint="The curve is flat near its minimum: try sizes that differ by a factor of 2.",
             )
         asked_then = list(asked)
         # For each number of pieces, try the smallest size that needs no more pieces.
