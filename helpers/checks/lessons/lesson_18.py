@@ -37,7 +37,9 @@ def keys_and_values(answer: Callable[..., Any]) -> dict[str, Any]:
             given = (
                 f"pass {number + 1} of layer {layer}, with {new} new tokens: key and value {shape}"
             )
-            with for_input(given, "cache is empty at first. Dimension 2 of each tensor is tokens."):
+            with for_input(
+                given, "cache is empty at first. Tokens are dimension 2 of each tensor."
+            ):
                 returned = answer(cache, *news[layer][-1])
             # A tensor whose batch is 2 would unpack into two as well.
             if not isinstance(returned, tuple | list) or len(returned) != 2:
