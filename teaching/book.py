@@ -224,8 +224,8 @@ def claims_page(ledger: list[claims.Claim]) -> str:
         [
             "# The claims",
             "",
-            "What people say about PyTorch on multiple GPUs, and what running it today showed. "
-            "Each claim is settled by a cell in the lesson named, which asserts the result. "
+            "What people say about PyTorch on multiple GPUs, and what happens if you run it today. "
+            "Each claim is settled by a cell in the linked lesson, which asserts the result. "
             "*Predicted* means that only a cost model shows it.",
             "",
             *rows,

@@ -345,7 +345,7 @@ def who_holds(cut: Mapping[str, Sequence[str]], gpus: int) -> None:
 def memory_over_step(sizes: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
     """Plot the bytes on one GPU after each allocation and free in a step, one curve per run.
 
-    ``sizes`` maps a run to its phases, and a phase to the bytes. A phase is equally wide in all runs.
+    ``sizes`` maps runs to phases, and phases to bytes. A phase has the same width in every run.
     """
     fig, axes = figure(width=8.5, height=3.6)
     colors = [COLORS[name] for name in ("black", "vermilion", "blue", "green", "purple")]

@@ -191,7 +191,7 @@ def spans(lanes: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], messag
         for label, lane in lanes.items()
         for name, events in lane.items()
     )
-    show(fig, f"Bars in one lane for each of {len(lanes)} ranks. In all: {'; '.join(texts)}.")
+    show(fig, f"Bars in one lane for each of {len(lanes)} ranks. Totals: {'; '.join(texts)}.")
 
 
 def launches(traces: Mapping[str, Sequence[Mapping[str, Any]]], count: int) -> None:
