@@ -76,25 +76,22 @@ def number_lines(numbers: Mapping[str, torch.Tensor], most: float) -> None:
     show(fig, f"Marks on number lines from 0 to {most:g}, denser toward 0. Values above 0: {held}.")
 
 
-def errors_by_ranks(
-    errors: Mapping[str, Mapping[int, float]], measured: Mapping[str, tuple[int, float]]
-) -> None:
+def errors_by_ranks(errors: Mapping[str, Mapping[int, float]]) -> None:
     """Plot the relative error of a reduction by number of ranks, a line for each algorithm and dtype.
 
-    ``errors`` maps a line's name to {ranks: error}; ``measured`` maps a name to the (ranks, error) of
-    a real all-reduce, drawn as a point.
+    ``errors`` maps a line's name to {ranks: error}.
     """
     fig, axes = figure(width=7.5, height=3.6)
     looks = zip(("vermilion", "blue", "orange", "sky"), ("o-", "s-", "o--", "s--"), strict=True)
     for (name, found), (color, line) in zip(errors.items(), looks, strict=False):
         axes.plot(list(found), list(found.values()), line, color=COLORS[color], ms=4, label=name)
-    for place, (name, (ranks, error)) in enumerate(measured.items()):
-        label = None if place else name.partition(",")[0]
-        axes.plot([ranks], [error], "D", color="black", ms=7, mfc="none", mew=2, label=label)
     axes.axhline(0.01, color=COLORS["gray"], linewidth=1, linestyle=":")
     axes.text(2, 0.011, "1%", fontsize=8, color="#666666", va="bottom")
-    log2_ticks(axes, sorted(next(iter(errors.values()))))
-    axes.set(yscale="log", xlabel="ranks", ylabel="relative error of the sum")
+    ring = next(iter(errors.values()))
+    ranks, error = max(ring), ring[max(ring)]
+    axes.annotate(f"{error:.0%}", (ranks, error), (0, 5), textcoords="offset points", ha="center")
+    log2_ticks(axes, sorted(ring))
+    axes.set(yscale="log", ylim=(None, 0.2), xlabel="ranks", ylabel="relative error of the sum")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     title(
         axes,

@@ -170,8 +170,8 @@ def latency_and_throughput(
         _, waits_s, speeds = zip(*points, strict=True)
         axes.plot([1e3 * s for s in waits_s], speeds, "o-", ms=4, color=color, label=name)
         batch, wait_s, speed = points[-1]
-        below: Any = {"textcoords": "offset points", "xytext": (5, -4), "fontsize": 8, "va": "top"}
-        axes.annotate(f"{batch}: full", (1e3 * wait_s, speed), color=color, **below)
+        below: Any = {"textcoords": "offset points", "xytext": (0, -6), "fontsize": 8, "va": "top"}
+        axes.annotate(f"{batch}: full", (1e3 * wait_s, speed), color=color, ha="center", **below)
     above: Any = {"textcoords": "offset points", "xytext": (-5, 4), "fontsize": 8, "ha": "right"}
     for points, bend, color in zip(curves.values(), bends, SERIES, strict=False):
         for (small, *low), (large, *high) in itertools.pairwise(points):

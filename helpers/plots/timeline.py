@@ -29,6 +29,8 @@ _INVISIBLE = 1 / 2000
 _HAIRLINE = 1 / 500
 # An operation of the host that takes at least this fraction of a recording is long.
 _LONG = 1 / 20
+# The share of the time axis that a kind must cover in a lane to be in the legend.
+_NOTICED = 1 / 200
 # Height in inches above the lanes, below them, and per lane.
 _TOP, _BOTTOM, _LANE = 0.65, 0.55, 0.45
 
@@ -152,7 +154,7 @@ def traces(records: Mapping[str, Timeline]) -> None:
         every[name], _ = visible(with_waits, record.makespan_s)
     two_lines = {name: "\n" in "".join(lanes) for name, lanes in every.items()}
     heights = [
-        (0.32 if two_lines[name] else 0.2) * len(lanes) + 0.62 for name, lanes in every.items()
+        (0.4 if two_lines[name] else 0.2) * len(lanes) + 0.62 for name, lanes in every.items()
     ]
     shape: Any = {"gridspec_kw": {"height_ratios": heights}, "squeeze": False}
     fig, grid = figure(len(records), width=8.5, height=sum(heights) + 0.5, **shape)
@@ -222,6 +224,11 @@ def launches(traces: Mapping[str, Sequence[Mapping[str, Any]]], count: int) -> N
         axes.set(ylim=(1.5, -0.5), xlim=(0, 1.02 * end), xlabel="µs")
         axes.grid(axis="y", visible=False)
         title(axes, name, "virtual time; arrows: from a launch to its kernel")
+        launched = pairs[-1][0]["ts"] + pairs[-1][0]["dur"] - first
+        if launched < end / 10:  # too narrow to be counted
+            axes.text(
+                launched + end / 60, -0.1, f"{count} launches in {launched:.0f} µs", va="center"
+            )
         late = [kernel["ts"] - launch["ts"] - launch["dur"] for launch, kernel in pairs]
         summary.append(f"{name}: kernel {count} starts {late[-1]:,.0f} µs after its launch")
     show(fig, f"Launches above, kernels below, and arrows between them. {'; '.join(summary)}.")
@@ -296,7 +303,12 @@ def _draw(
     axes.set_yticks(range(len(lanes)), [name.rpartition(", ")[2] for name in lanes])
     axes.set(ylim=(len(lanes) - 0.4, -0.6), xlim=(0, end_s * factor), xlabel=unit)
     axes.grid(axis="y", visible=False)
-    seen = {kind_of(event) for events in lanes.values() for event in events}
+    seen = {
+        kind
+        for kind in _OF_KIND
+        for events in lanes.values()
+        if covered_s(e for e in events if kind_of(e) == kind) > end_s * _NOTICED
+    }
     handles: Any = [
         Patch(fc=color, ec=COLORS["purple"], lw=0, hatch="/////", label=k)
         if k == _HATCHED
