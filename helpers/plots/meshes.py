@@ -168,7 +168,7 @@ def held(tensors: Sequence[tuple[str, str, int, int, str]], gpus: int, message: 
             raise ValueError(
                 f"unknown part of {tensor.name}: {tensor.part!r}; expected one of {', '.join(_SAID)}"
             )
-    scale = 2.0 / max(max(tensor.rows, tensor.columns) for tensor in drawn)
+    scale = 1.4 / max(max(tensor.rows, tensor.columns) for tensor in drawn)
     height = scale * max(tensor.rows for tensor in drawn)
     places, width = [], 0.9
     for tensor in drawn:

@@ -234,12 +234,20 @@ def timelines(
     *,
     host: bool = False,
     devices: Sequence[torch.device] | None = None,
+    lane_names: Sequence[str] = (),
 ) -> None:
-    """Draw multiple recordings, one below the other, on one time scale, with their names as titles."""
+    """Draw multiple recordings, one below the other, on one time scale, with their names as titles.
+
+    ``lane_names`` name the lanes of each, from top to bottom; a recording may have fewer lanes.
+    """
     end_s = max(record.makespan_s for record in records.values())
     every = {
         name: visible(lanes_of(record, host, devices), end_s) for name, record in records.items()
     }
+    if lane_names:
+        for name, (lanes, left_out) in every.items():
+            own = lane_names[: len(lanes)]
+            every[name] = dict(zip(own, lanes.values(), strict=True)), left_out
     heights = [_TOP + _BOTTOM + _LANE * len(lanes) for lanes, _ in every.values()]
     fig, grid = figure(
         len(records),
