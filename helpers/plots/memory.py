@@ -316,10 +316,13 @@ def held_by_cause(
         axes.text(
             spot + (widest / 150 if side == "left" else -widest / 150), len(names) - 0.33,
             f"{label}: {spot:.1f} {unit}", ha=side, fontsize=9,
+            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "linewidth": 0},
         )  # fmt: skip
     if marked:
         axes.set_ylim(-0.5, len(names))
-        room += f" Marked: {', '.join(f'{label} {spot:.1f} {unit}' for label, spot in marked.items())}."
+        room += (
+            f" Marked: {', '.join(f'{label} {spot:.1f} {unit}' for label, spot in marked.items())}."
+        )
     axes.set_yticks(range(len(names)), names)
     axes.set(xlim=(0, widest * 1.3), xlabel=f"{unit} on each GPU")
     legend_beside(axes)

@@ -238,16 +238,17 @@ def timelines(
 ) -> None:
     """Draw multiple recordings, one below the other, on one time scale, with their names as titles.
 
-    ``lane_names`` name the lanes of each, from top to bottom; a recording may have fewer lanes.
+    ``lane_names`` name the lanes of each, from top to bottom; a recording may have fewer lanes. With
+    them, nothing is said about streams that are left out.
     """
     end_s = max(record.makespan_s for record in records.values())
     every = {
         name: visible(lanes_of(record, host, devices), end_s) for name, record in records.items()
     }
     if lane_names:
-        for name, (lanes, left_out) in every.items():
+        for name, (lanes, _) in every.items():
             own = lane_names[: len(lanes)]
-            every[name] = dict(zip(own, lanes.values(), strict=True)), left_out
+            every[name] = dict(zip(own, lanes.values(), strict=True)), 0
     heights = [_TOP + _BOTTOM + _LANE * len(lanes) for lanes, _ in every.values()]
     fig, grid = figure(
         len(records),
