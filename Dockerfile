@@ -12,9 +12,9 @@ FROM base AS course
 RUN mkdir /home/learner/course
 COPY --chown=learner . /home/learner/course
 WORKDIR /home/learner/course
-# For docker run --gpus all, PyTorch with CUDA: docker build --build-arg BUILDS=CUDA .
+# docker build --build-arg BUILDS=CUDA . installs PyTorch with CUDA, for docker run --gpus all.
 ARG BUILDS=CPU
 RUN make venv $BUILDS=1 && rm -rf ~/.cache
 EXPOSE 8888
-# A published port reaches all addresses of the container, and not its 127.0.0.1.
+# A published port doesn't reach the container's 127.0.0.1, so listen on all addresses.
 CMD ["make", "lab", "ARGS=--ip=0.0.0.0"]

@@ -3,7 +3,7 @@
 VENV := .venv$(if $(TORCH),-torch$(TORCH))
 BIN := $(VENV)/bin
 CELL_SECONDS := 600
-# They would send Python to modules outside of the environment, or switch assertions off.
+# They would make Python import modules from outside the environment, or disable assertions.
 unexport PYTHONHOME PYTHONPATH PYTHONSAFEPATH PYTHONOPTIMIZE
 
 .PHONY: help venv lab wheels test test-all test-browser test-gpu test-foreign check format bench student solved workshop exam class \
@@ -11,11 +11,11 @@ unexport PYTHONHOME PYTHONPATH PYTHONSAFEPATH PYTHONOPTIMIZE
 help:
 	@echo "make lab      set up and open JupyterLab at lesson 00 (ARGS=\"--no-browser --port 9999\")"
 	@echo "make test     set up, then run the tests and every lesson (ARGS=\"tests/vgpu/launch -k hang\")"
-# An edition has the lessons alone.
+# Editions have only the lessons.
 ifneq ($(wildcard teaching),)
 	@echo "make test-all   the same, with every sample of every test suite"
 	@echo "make test-browser   open and run every lesson in JupyterLab, in Chromium"
-	@echo "make test-gpu       compare virtual with real GPUs, and run ranks and lessons on real ones"
+	@echo "make test-gpu       compare virtual GPUs with real ones, and run ranks and lessons on them"
 	@echo "make test-foreign   run third-party programs and suites (ARGS=\"accelerate\"), if installed"
 	@echo "make check    quick checks: style, types, structure"
 	@echo "make format   format the code and clear the notebooks' outputs"
@@ -23,7 +23,7 @@ ifneq ($(wildcard teaching),)
 	@echo "make student  an edition without solutions, to hand out (OUT=folder or file.zip)"
 	@echo "make solved   the same, with solutions"
 	@echo "make workshop the cores of seven lessons, for half a day or a day, with a timetable"
-	@echo "make exam     the exam sheet, without solutions and checks (OUT=file.ipynb)"
+	@echo "make exam     the exam sheet, without solutions or checks (OUT=file.ipynb)"
 	@echo "make class CLASS=folder   check the exercises that a class handed in"
 	@echo "make slides   slides for each lesson, in build/slides"
 	@echo "make book     the course as a website, in build/book"
@@ -31,8 +31,8 @@ endif
 	@echo "make wheels   save all packages in build/wheels (OUT=folder), for machines without a network:"
 	@echo "make lab WHEELS=folder   install from there"
 	@echo "make clean    remove the environments, caches and builds"
-	@echo "Options for all of them: PYTHON=python3.13, the Python to use; TORCH=2.14.1, another"
-	@echo "release of PyTorch; on Linux CPU=1 or CUDA=1, PyTorch without or with CUDA"
+	@echo "Options for all of them: PYTHON=python3.13 selects the Python; TORCH=2.14.1, another"
+	@echo "release of PyTorch; on Linux, CPU=1 or CUDA=1, PyTorch without or with CUDA"
 
 venv:
 	@python=$(if $(PYTHON),"$(PYTHON)",$$(sh find_python.sh $(BIN)/python)) && "$$python" setup_venv.py \
@@ -45,9 +45,9 @@ lab: venv
 wheels: EXTRA := --save-wheels "$(or $(OUT),build/wheels)"
 wheels: venv
 
-# Two at a time; one thread a process keeps two cores for two tests.
+# Two tests run at a time, each with one thread, so that both get a core.
 test: export OMP_NUM_THREADS := 1
-# Hundreds of processes import the course: one compiles it, where images for containers say never.
+# Hundreds of processes import the course. Cache its bytecode even if a container image disables that.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: venv
 	$(BIN)/pytest -n 2 --dist worksteal --durations=20 --nbmake \
@@ -60,15 +60,15 @@ test-browser: EXTRA := --extra browser
 test-browser: venv
 	$(BIN)/pytest tests/browser
 
-# Without a GPU it says what it would do, and what is missing.
+# Without a GPU, it prints what it would do and what's missing.
 test-gpu: venv
 	PYTHONPATH=tests $(BIN)/python -m real_gpus
 
-# What is installed in the environment: pip install accelerate transformers lightning, say.
+# Runs the packages that are installed, for example by pip install accelerate transformers lightning.
 test-foreign: venv
 	PYTHONPATH=. $(BIN)/python tests/foreign $(ARGS)
 
-# Without the tests that set up environments, a minute's work: make test has them.
+# Leaves out the tests that set up environments, which take a minute; make test runs them.
 check: venv
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -80,7 +80,7 @@ format: venv
 	$(BIN)/ruff format
 	$(BIN)/jupyter nbconvert --clear-output --inplace --log-level=WARN notebooks/*.ipynb
 
-# accelerate is measured beside launch.run, and stays out of the course's own environment.
+# accelerate is compared with launch.run, but isn't installed into the course's own environment.
 bench: venv
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps \
 	  --target build/peers accelerate huggingface_hub safetensors

@@ -1,4 +1,4 @@
-"""Opens JupyterLab at lesson 00, also over SSH, in a container, in a codespace and as root.
+"""Open JupyterLab at lesson 00, also over SSH, in a container, in a codespace and as root.
 
 ``make lab ARGS="--port 9999"`` runs it; without make: ``.venv/bin/python open_lab.py --port 9999``.
 Options are passed to JupyterLab and override the settings here.
@@ -41,7 +41,7 @@ def main():
 
 
 def sits_here():
-    """Whether a browser that opens on this machine is one that its user sees."""
+    """Return whether the user would see a browser that opens on this machine."""
     elsewhere = {"SSH_CONNECTION", "VSCODE_IPC_HOOK_CLI", "CODESPACES", "container"}
     screen = sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
     return bool(screen) and not (elsewhere & os.environ.keys() or os.path.exists("/.dockerenv"))

@@ -1,6 +1,6 @@
-"""Makes the course's virtual environment and says what it does: ``make venv``, or this file itself.
+"""Create the course's virtual environment, and print each step: ``make venv``, or run this file.
 
-It needs only the standard library. A Python that is too old must be able to read it, to say so.
+It needs only the standard library. A Python that's too old must still parse it, to print an error.
 """
 
 import argparse
@@ -26,7 +26,7 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 TRIED = PROJECT["tool"]["course"]["tried-torch"]
 MACHINE = f"{platform.system()} {platform.machine()}, Python %d.%d" % sys.version_info[:2]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-# Settings of pip that decide which releases it sees; others are for mirrors and certificates.
+# pip settings that decide which releases it finds; others are for mirrors and certificates.
 CHOOSING = ("constraint", "find-links", "extra-index-url", "no-index")
 
 
@@ -62,7 +62,7 @@ def say(text):
 
 
 def torch_requirement(release):
-    """The requirement for pip. A release is 2.14 or 2.14.1; without one, pyproject.toml decides."""
+    """Return pip's requirement. A release is 2.14 or 2.14.1; the default is pyproject.toml's."""
     if not release:
         return "torch"
     oldest = int(TRIED[0].split(".")[1])
@@ -77,17 +77,17 @@ def python_of(venv):
 
 
 def stamp(folder=ROOT):
-    """The contents of an environment's ready.txt: where it is, what it's for, and what it has."""
+    """Return the text of ready.txt: where it is, what it's for, and what it has."""
     return f"{folder}\n{MACHINE}\n{hashlib.sha256(str(PROJECT).encode()).hexdigest()}"
 
 
 def make(venv, torch, options):
-    """Create the environment if there is none, and install what pyproject.toml requires by now."""
+    """Create the environment if there is none, and install what pyproject.toml requires now."""
     ready, wanted = venv / "ready.txt", stamp()
     found = ready.read_text("utf-8") if ready.exists() else ""
     if not found and venv.is_dir() and any(venv.iterdir()):
         sys.exit(
-            f"setup: {venv} wasn't made by this setup, so it stays; remove it, and run this again"
+            f"setup: {venv} wasn't created by this setup and is left alone; remove it, then retry"
         )
     runs = python_of(venv).exists()
     if found == wanted and runs:
@@ -130,7 +130,7 @@ def give_up(venv):
 
 
 def source(options):
-    """Where pip gets PyTorch from, as options.
+    """Return pip's options for where to get PyTorch.
 
     On Linux, PyPI's builds include CUDA; PyTorch's own index has smaller ones without it.
     """
@@ -154,7 +154,7 @@ def answers(index):
 
 
 def pip(venv, *arguments, environment=os.environ):
-    """Run pip; returns whether it succeeded. It unpacks gigabytes, so not in /tmp, which may be small."""
+    """Run pip; return whether it succeeded. It unpacks gigabytes, and /tmp may be too small."""
     with tempfile.TemporaryDirectory(dir=venv) as scratch:
         environment = {**environment, "TMPDIR": scratch, "PIP_USER": "0"}
         command = [python_of(venv), "-I", "-m", "pip", "--disable-pip-version-check", *arguments]
@@ -162,13 +162,13 @@ def pip(venv, *arguments, environment=os.environ):
 
 
 def builds_match(venv):
-    """Whether torchvision was compiled for this build of torch; otherwise it can't be imported."""
+    """Return whether torchvision matches this build of torch; otherwise it can't be imported."""
     script = "import sys; sys.tracebacklimit = 0; import torchvision"
     return subprocess.run([python_of(venv), "-I", "-c", script]).returncode == 0
 
 
 def without_choosing_settings(venv):
-    """The user's environment and pip settings, without those in CHOOSING; and those, as text."""
+    """Return the environment and pip settings without those in CHOOSING, and those as text."""
     command = [python_of(venv), "-I", "-m", "pip", "config", "list"]
     variables, left_out = {**os.environ, "PIP_CONFIG_FILE": os.devnull}, []
     listed = subprocess.check_output(command, text=True)

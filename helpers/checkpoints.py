@@ -29,7 +29,7 @@ from vgpu.plan.transformer import TransformerSizes
 
 
 class CheckpointRefused(Exception):
-    """What's wrong with a file or folder, in one sentence; every rank raises the same."""
+    """What's wrong with a file or folder, in one sentence; all ranks raise the same error."""
 
 
 class Checkpoints:
@@ -58,7 +58,7 @@ class Checkpoints:
         self.is_terminated = True
 
     def _shared(self) -> Path | None:
-        """The last complete checkpoint, if all ranks see and can write what rank 0 sees and writes."""
+        """Return the last complete checkpoint, after checking that all ranks share the folder."""
         assert self.folder
         path: str | None = None
         problem = ""
@@ -87,23 +87,23 @@ class Checkpoints:
         return last
 
     def _folders(self) -> list[Path]:
-        """The checkpoints in the folder, complete or not; other names belong to somebody else."""
+        """Return the folder's checkpoints, complete or not; other names aren't ours."""
         assert self.folder
         found = sorted(self.folder.glob("step-*"))
         return [path for path in found if re.fullmatch(r"step-\d{8}", path.name)]
 
     def _complete(self) -> Path | None:
-        """The last complete checkpoint."""
+        """Return the last complete checkpoint, if any."""
         return max(
             (path for path in self._folders() if (path / ".metadata").exists()), default=None
         )
 
     def asked_to_stop(self) -> bool:
-        """Whether any rank has received SIGTERM, as from Slurm or torchrun; all ranks return the same.
+        """Return whether any rank has received SIGTERM, as from Slurm; all ranks return the same.
 
-        They agree by Gloo, on the host, so this waits for no GPU. Without a folder there's nothing
-        to save, and SIGTERM ends the process as usual. Raises CheckpointRefused on all ranks if the
-        last checkpoint couldn't be written.
+        The ranks agree through Gloo, on the host, so this doesn't wait for the GPUs. Without a
+        folder there's nothing to save, and SIGTERM ends the process as usual. Raises
+        CheckpointRefused on all ranks if the last checkpoint couldn't be written.
         """
         failed = self.writing.done() and self.writing.exception() is not None
         asked = torch.tensor([self.is_terminated, failed])
@@ -114,7 +114,7 @@ class Checkpoints:
         return bool(asked[0])
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        """Load the last complete checkpoint, if any; returns its step, or 0.
+        """Load the last complete checkpoint, if any; return its step, or 0.
 
         ``save`` saves the same model and optimizer.
         """
@@ -142,7 +142,7 @@ class Checkpoints:
     def save(self, step: int) -> None:
         """Copy the tensors to the host; a thread writes them while training continues.
 
-        The last complete checkpoint is kept until then, all earlier ones are deleted. To keep one,
+        The last complete checkpoint is kept until then; all earlier ones are deleted. To keep one,
         rename its folder.
         """
         self.wait()
@@ -156,7 +156,7 @@ class Checkpoints:
             self.writing = dcp.async_save(state, checkpoint_id=path, process_group=self.group)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete; every rank raises an error of any rank."""
+        """Wait until the last checkpoint is complete; if writing failed on any rank, all raise."""
         try:
             self.writing.result()
         except CheckpointException as error:
@@ -179,7 +179,7 @@ def _differences(there: dict[str, Any], here: dict[str, Any]) -> str:
 
 def _reason(error: CheckpointException) -> str:
     rank, (failure, _) = min(error.failures.items())
-    return f"rank {rank} found {type(failure).__name__}: {str(failure).splitlines()[0]}"
+    return f"rank {rank} got {type(failure).__name__}: {str(failure).splitlines()[0]}"
 
 
 def load_whole(model: nn.Module, path: Path) -> None:
@@ -192,13 +192,13 @@ def load_whole(model: nn.Module, path: Path) -> None:
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
     def read() -> str:
-        """Fill ``whole``; returns what's wrong with the file."""
+        """Fill ``whole``; return what's wrong with the file."""
         try:
             found = torch.load(path, map_location="cpu", mmap=True)  # values are read on demand
         except (OSError, RuntimeError, pickle.UnpicklingError) as error:
             return f"cannot read {path}: {str(error).splitlines()[0]}"
         if not isinstance(found, dict):
-            return f"{path} has no state dict, but a {type(found).__name__}"
+            return f"{path} contains a {type(found).__name__}, not a state dict"
         whole.update(found.get("model", found))
         for name in own | whole:
             there = tuple(whole[name].shape) if name in whole else None

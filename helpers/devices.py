@@ -30,9 +30,7 @@ def lab(count: int) -> list[torch.device]:
     unknown, or VGPU_DEVICES=cuda and there aren't enough GPUs.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(
-            f"devices.lab(count) takes a whole number of GPUs, at least 1; got {count!r}"
-        )
+        raise ValueError(f"devices.lab(count) takes an integer of at least 1; got {count!r}")
     kind, _ = _choose(count)
     if kind == "vgpu" and not (
         vgpu.is_enabled() and torch.get_device_module("vgpu").device_count() >= count

@@ -60,7 +60,7 @@ def expected_warning(kind: type[Warning], *phrases: str, lines: int = 6) -> Iter
     if caught.error is None:
         others = [f"{w.category.__name__}: {w.message}" for w in seen] or ["no warning"]
         wanted = "".join(f" with {phrase!r}" for phrase in phrases)
-        raise AssertionError(f"expected {kind.__name__}{wanted}, found: " + "; ".join(others))
+        raise AssertionError(f"expected {kind.__name__}{wanted}, got: " + "; ".join(others))
     print(_short(f"{type(caught.error).__name__}: {caught.message}", lines))
 
 

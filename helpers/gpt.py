@@ -1,4 +1,4 @@
-"""What ``notebooks/train.py`` needs beside the training itself.
+"""What ``notebooks/train.py`` needs besides the training itself.
 
 Its model's sizes, tensor parallelism and FLOPs; how a rank finds its GPU and the others; messages.
 """
@@ -27,7 +27,7 @@ RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 MODELS = {"letters": LETTERS, **LLAMA}
 """Sizes of a ``Transformer``: a small one to train here, and those of Llama 3.1."""
 
-TENSOR_PLAN = {  # between the products, each rank has a part of every sequence: Shard(1)
+TENSOR_PLAN = {  # between the matmuls, each rank has a part of every sequence: Shard(1)
     "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "blocks.*.*_norm": SequenceParallel(),
     "blocks.*.attention": PrepareModuleInput(
@@ -58,11 +58,11 @@ PEAK_TFLOPS = {
     "A100": 312,
     "V100-SXM2": 125,
 }
-"""Dense 16-bit products, from NVIDIA's datasheets, by the first key that the GPU's name contains."""
+"""Dense 16-bit TFLOP/s from NVIDIA's datasheets, by the first key that the GPU's name contains."""
 
 
 def speed(tokens_per_s: float, sizes: TransformerSizes, device: str) -> str:
-    """Tokens/s of all ranks; on a GPU its peak memory, on a real one model FLOPs utilization (MFU)."""
+    """Format tokens/s of all ranks; on a GPU, also its peak memory, and on a real one, its MFU."""
     text = f"{tokens_per_s:,.0f} tokens/s"
     if device != "cpu":
         text += f", {torch.accelerator.max_memory_allocated() / 2**20:,.0f} MiB at the peak"
@@ -77,7 +77,7 @@ def speed(tokens_per_s: float, sizes: TransformerSizes, device: str) -> str:
 
 
 def join() -> str:
-    """Take this rank's GPU, or the CPU if there is none; meet the other ranks."""
+    """Choose this rank's GPU, or the CPU if there is none, and join the process group."""
     device, ranks_here = "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if (gpus := torch.accelerator.device_count()) and not torch.backends.mps.is_available():
         if gpus < ranks_here:
@@ -89,7 +89,7 @@ def join() -> str:
         assert accelerator is not None
         device = accelerator.type  # "cuda", or "vgpu" for virtual GPUs
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
-        torch.set_float32_matmul_precision("high")  # TF32: tensor cores, and 10 of 23 bits
+        torch.set_float32_matmul_precision("high")  # TF32: 10 of 23 mantissa bits
     if dist.is_initialized():  # by python -m vgpu --cluster
         return device
     backend = dist.get_default_backend_for_device(device)
@@ -105,7 +105,7 @@ def join() -> str:
         store, *_ = next(dist.rendezvous("env://"))
         store.set(f"device of {RANK}", device)
         kinds = {store.get(f"device of {rank}").decode() for rank in range(RANKS)}
-        if len(kinds) > 1:  # their collectives would never meet
+        if len(kinds) > 1:  # their collectives would never complete
             refuse(f"the ranks must all have a GPU, or none; they have {', '.join(sorted(kinds))}")
     dist.init_process_group(backend, store=store, rank=RANK, world_size=RANKS)
     return device
@@ -128,7 +128,7 @@ def refuse(message: object) -> NoReturn:
 
 
 def facts(mesh: DeviceMesh, sizes: TransformerSizes, batch: int) -> str:
-    """What is trained, and on what, in one line."""
+    """Return one line that says what is trained, and on what."""
     named = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     layout = ", ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "1 rank"
     kind = mesh.device_type

@@ -19,7 +19,7 @@ from IPython.display import Markdown
 from helpers import checkpoints, gpt, shell
 
 TORCHRUN = "python -m torch.distributed.run --standalone"
-"""What the ``torchrun`` command runs, with a rendezvous of its own."""
+"""What the ``torchrun`` command runs, with its own rendezvous."""
 
 
 def _files() -> list[Path]:

@@ -1,4 +1,4 @@
-"""English text without downloads, letter by letter: the topics of Python's ``help()``.
+"""English text without downloads, character by character: the topics of Python's ``help()``.
 
     tokens = letters(train=True)                          # (N,) int64, one per character
     inputs, targets = next(batches(tokens, 8, length=64))  # (8, 64) each; targets are shifted by one
@@ -28,7 +28,7 @@ def encode(text: str) -> torch.Tensor:
     for place, letter in enumerate(text):
         if letter not in _NUMBERS:
             raise ValueError(
-                f"letter {letter!r} at position {place} isn't one of the {len(VOCABULARY)} in "
+                f"character {letter!r} at position {place} isn't one of the {len(VOCABULARY)} in "
                 "helpers.text.VOCABULARY (newline and printable ASCII). Leave it out, or "
                 "write it in ASCII."
             )
@@ -39,14 +39,14 @@ def decode(tokens: torch.Tensor) -> str:
     """Return the text of (N,) integers. Raises ValueError for other shapes, dtypes, or numbers out of range."""
     if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex():
         raise ValueError(
-            f"decode takes integers of shape (N,); found {tokens.dtype} of shape "
+            f"decode takes integers of shape (N,); got {tokens.dtype} of shape "
             f"{tuple(tokens.shape)}. Decode a batch row by row; take the argmax of logits first."
         )
     numbers = tokens.tolist()
     for place, number in enumerate(numbers):
         if not 0 <= number < len(VOCABULARY):
             raise ValueError(
-                f"number {number} at position {place} isn't a letter: they go from 0 to "
+                f"number {number} at position {place} isn't a token: tokens go from 0 to "
                 f"{len(VOCABULARY) - 1}."
             )
     return "".join(VOCABULARY[number] for number in numbers)
@@ -96,9 +96,9 @@ def batches(
     """
     if tokens.dim() != 1 or len(tokens) <= length or length < 1:
         raise ValueError(
-            f"sequences of {length} letters plus the one that follows can't be cut from tokens of "
-            f"shape {tuple(tokens.shape)}: batches needs (N,) with N above {length}, and a positive "
-            "length."
+            f"sequences of {length} characters plus the one that follows can't be cut from tokens "
+            f"of shape {tuple(tokens.shape)}: batches needs (N,) with N above {length}, and a "
+            "positive length."
         )
     if world_size < 1 or batch_size < 1 or batch_size % world_size:
         raise ValueError(
@@ -154,7 +154,7 @@ def sample(
             "the prompt is empty; the model needs at least one character to continue from, such as 'T'."
         )
     if temperature <= 0:
-        raise ValueError(f"the temperature must be positive; found {temperature}.")
+        raise ValueError(f"the temperature must be positive; got {temperature}.")
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
     tokens = encode(prompt)

@@ -6,10 +6,10 @@
     python -m vgpu --cluster 8x8 --gpu H100 train.py --batch 64          predicts the step of 64
 
 The same command continues from the last checkpoint: bit for bit in the same layout on the CPU,
-otherwise up to rounding. It learns letters from Python's own documentation. For a run of your own:
+otherwise up to rounding. It trains on Python's own documentation. For a run of your own:
 
     data          train: any (N,) tensor, such as torch.from_file(...), in place of letters(...); or
-                  own batches: without end, after skip ones, with equally many targets everywhere
+                  own batches: endless, starting at batch skip, same number of targets on all ranks
     model         build: the module, and an initialize that fills what to_empty leaves undefined
     division      TENSOR_PLAN, in helpers/gpt.py, by module name; divide: what FSDP2 gathers at once
     sizes, MFU    helpers/gpt.py: MODELS, and in speed the FLOPs per token and the GPUs' peaks

@@ -127,8 +127,8 @@ def write_sources(source: Path, cache: Path) -> None:
         for cell in notebook.cells:
             took_s += explorers.seconds(cell)
             answered += explorers.put_in_page(cell, source / "_static" / "explorers")
-            if "setup" in cell.metadata.get("tags", ()):
-                cell.metadata.tags.append("hide-input")
+            if "setup" in (tags := cell.metadata.get("tags", [])) and "hide-input" not in tags:
+                tags.append("hide-input")
             # JupyterLab and MyST create different anchors for headings.
             within = re.compile(r"\]\(#([^)]+)\)")
             if cell.cell_type == "markdown":
@@ -224,8 +224,8 @@ def claims_page(ledger: list[claims.Claim]) -> str:
         [
             "# The claims",
             "",
-            "What people say about PyTorch on multiple GPUs, and what running it today showed. "
-            "Each claim is settled by a cell in the lesson named, which asserts the result. "
+            "What people say about PyTorch on multiple GPUs, and what happens if you run it today. "
+            "Each claim is settled by a cell in the linked lesson, which asserts the result. "
             "*Predicted* means that only a cost model shows it.",
             "",
             *rows,

@@ -161,7 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="the folder with one folder per learner")
     parser.add_argument("--csv", type=Path, help="also write every verdict, with its message")
     positive = _number(float, lambda x: 0 < x < math.inf, "a number above 0")
-    count = _number(int, lambda n: n >= 1, "a whole number of at least 1")
+    count = _number(int, lambda n: n >= 1, "an integer of at least 1")
     parser.add_argument(
         "--seconds",
         type=positive,
@@ -201,7 +201,7 @@ def _number(kind: Callable, fits: Callable, expected: str) -> Callable[[str], An
         except ValueError:
             value = None
         if value is None or not fits(value):
-            raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
         return value
 
     return read

@@ -111,7 +111,7 @@ also_change: Callable[[ast.Module, bytes, str], None] | None = None
 
 
 def compile_source(source: bytes | str, filename: str) -> CodeType:
-    """Compile a file with its words replaced; raises SyntaxError as ``compile`` does."""
+    """Compile a file with its words replaced; raise SyntaxError as ``compile`` does."""
     return compile(replace(source, filename), filename, "exec", dont_inherit=True)
 
 

@@ -74,7 +74,7 @@ def own_line(error: BaseException) -> str:
 
 
 def own_line_in(message: str) -> str:
-    """Return what ``own_line`` does, but for a traceback in a message."""
+    """Do what ``own_line`` does, but for a traceback in a message."""
     frames = re.findall(r'^\s*(?:File ")?(.+?)"?, line (\d+), in .*\n\s*(.*)$', message, re.M)
     own = [frame for frame in frames if is_learners(frame[0])]
     return f"in line {own[-1][1]} of your cell: {own[-1][2]}" if own else ""

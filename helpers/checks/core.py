@@ -257,7 +257,7 @@ def expect_tensor(yours: Any, *, given: Any = None, hint: str = "Return a tensor
 def expect_whole_number(yours: Any, least: int, most: int, *, given: Any = None, hint: str) -> None:
     """Raise Wrong unless ``yours`` is an int from ``least`` to ``most``."""
     if isinstance(yours, bool) or not isinstance(yours, int) or not least <= yours <= most:
-        expected = f"a whole number from {least} to {most}"
+        expected = f"an integer from {least} to {most}"
         raise Wrong(yours=repr(yours), expected=expected, given=given, hint=hint)
 
 

@@ -135,14 +135,14 @@ class Guess:
             if _same_words(choice, value):
                 return choice
         choices = ", ".join(map(str, self.one_of))
-        raise ValueError(f"guess {self.id}: choose one of {choices}; found {value}")
+        raise ValueError(f"guess {self.id}: choose one of {choices}; got {value}")
 
     def _numbers(self, value: Any) -> list[float]:
         texts = _NUMBER.findall(str(value))
         if len(texts) != self.numbers:
             raise ValueError(
                 f"guess {self.id} asks for {self.numbers} number{'s' * (self.numbers > 1)}; "
-                f"found {len(texts)} in {str(value)!r}"
+                f"got {len(texts)} in {str(value)!r}"
             )
         return [float(text) for text in texts]
 
@@ -217,7 +217,7 @@ def guess(
     whenever ``Guess.answer`` does.
     """
     if not _ID.fullmatch(guess_id):
-        raise ValueError(f"a guess's id is a lesson and a letter, as in '4a'; found {guess_id!r}")
+        raise ValueError(f"a guess's id is a lesson and a letter, as in '4a'; got {guess_id!r}")
     asked = Guess(guess_id, one_of, numbers)
     if value is not None:
         asked.answer(value)
@@ -227,7 +227,7 @@ def guess(
 
 
 def counts() -> dict[str, tuple[int, int]]:
-    """Return how many guesses were made and how many were right, by lesson, such as "04"."""
+    """Return how many guesses were made, and how many were right, by lesson ("04" and so on)."""
     by_lesson: dict[str, tuple[int, int]] = {}
     for path in folder().glob(f"*{GUESS_SUFFIX}"):
         lesson = f"{int(path.name.removesuffix(GUESS_SUFFIX)[:-1]):02d}"
@@ -252,7 +252,7 @@ def agree(value: Any, outcome: Any, within: float = 0.0) -> bool:
 
 
 def _in_jupyter() -> bool:
-    """Return whether somebody can answer.
+    """Return whether there's somebody who can answer.
 
     Jupyter's server sets this variable; nbclient and nbmake don't.
     """

@@ -48,7 +48,7 @@ def reset() -> None:
     for suffix in (_SOLVED_SUFFIX, GUESS_SUFFIX):
         for path in folder().glob(f"*{suffix}"):
             path.unlink(missing_ok=True)
-    print(f"Forgot {count} solved exercise{'' if count == 1 else 's'}.")
+    print(f"Cleared {count} solved exercise{'' if count == 1 else 's'}.")
 
 
 def solved_by_lesson(all_ids: list[str]) -> Table:

@@ -66,7 +66,7 @@ class Watched(nn.Module):
 
 
 class WatchedScores(nn.Module):
-    """A small network that records, on every call, its training mode and if there's a graph."""
+    """A small network that records its training mode and whether there's a graph on every call."""
 
     def __init__(self, size: int, classes: int) -> None:
         super().__init__()
@@ -124,10 +124,10 @@ def count_sent(parallel: DistributedDataParallel) -> list[int]:
 
 
 def expect_one_micro_batch(largest: int, most: int, graphs_held: int, given: str) -> None:
-    """Raise Wrong for a forward of more samples than a micro-batch, or for graphs kept alive."""
+    """Raise Wrong for a forward on more samples than a micro-batch, or for graphs kept alive."""
     if largest > most:
         raise Wrong(
-            yours=f"a forward of {largest} samples at once",
+            yours=f"a forward on {largest} samples at once",
             expected=f"at most {most}, one micro-batch",
             given=given,
             hint="Merged micro-batches need the memory that accumulation saves.",

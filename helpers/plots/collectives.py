@@ -225,7 +225,7 @@ def hands(parts: Sequence[Sequence[int]]) -> None:
     axes.set_yticks(range(len(parts)), [f"rank {rank}" for rank in range(len(parts))])
     axes.set_xlabel("turn")
     axes.grid(visible=False)
-    title(axes, "Who gets which sample", "dealt by DistributedSampler")
+    title(axes, "Who gets which sample", "assigned by DistributedSampler")
     summary = "; ".join(f"rank {rank} gets {list(part)}" for rank, part in enumerate(parts))
     show(fig, f"Cells with sample indices, a row for each rank: {summary}.")
 
@@ -317,7 +317,7 @@ def interrupted(
     )
     axes.set(xlabel="finished epochs", ylabel="held-out accuracy (%)", xticks=epochs)
     axes.legend(loc="lower right")
-    title(axes, "Killed in mid-epoch, resumed: the same curve", "measured after each epoch")
+    title(axes, "Killed mid-epoch and resumed: the same curve", "measured after each epoch")
     show(
         fig,
         f"Accuracy by epoch. The uninterrupted run ends at {percent[0][-1]:.1f}%. The other run is "

@@ -104,9 +104,9 @@ def idle_gpus(idle: Mapping[int, int], gpu_count: int) -> None:
     axes.set(xlabel="batch size", ylabel="idle GPUs", ylim=(0, gpu_count))
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="x", visible=False)
-    title(axes, f"Idle GPUs, of {gpu_count}", "counted from PyTorch's scatter")
+    title(axes, f"Idle GPUs, out of {gpu_count}", "counted from PyTorch's scatter")
     some = ", ".join(f"{count} at {size}" for size, count in idle.items() if count)
-    show(fig, f"Bar chart of idle GPUs, of {gpu_count}, by batch size: {some}; otherwise 0.")
+    show(fig, f"Bar chart of idle GPUs, out of {gpu_count}, by batch size: {some}; otherwise 0.")
 
 
 def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> None:
@@ -272,7 +272,7 @@ def _arrow(
 def iteration(steps: Sequence[Snapshot], at_the_peak: str = "") -> None:
     """Plot MiB by cause: a panel per GPU, a stacked bar for the state after each step, peaks marked.
 
-    ``at_the_peak`` is written beside the first GPU's highest peak: what it consists of.
+    ``at_the_peak``, written next to the first GPU's highest peak, says what it consists of.
     """
     gpus = list(steps[-1].by_cause)
     fig, panels = figure(len(gpus), 1, width=8, height=2.2 * len(gpus), sharex=True, sharey=True)
@@ -317,7 +317,7 @@ def iteration(steps: Sequence[Snapshot], at_the_peak: str = "") -> None:
 
 
 def one_step(step: Snapshot, most_bytes: int) -> None:
-    """Plot MiB by cause at one moment, a bar per GPU; ``most_bytes`` is where the axis ends."""
+    """Plot MiB by cause at one moment, a bar per GPU; the axis ends at ``most_bytes``."""
     fig, axes = figure(width=7.5, height=0.8 + 0.55 * len(step.by_cause))
     gpus = list(step.by_cause)[::-1]
     # Include every cause, present or not, to keep the legend the same for every step.

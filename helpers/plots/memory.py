@@ -175,26 +175,21 @@ def against_segments(
     )
 
 
-def steps_by_cause(records: Mapping[str, StepRecord], columns: int = 1) -> None:
+def steps_by_cause(records: Mapping[str, StepRecord]) -> None:
     """Plot MiB by cause over each record's step, a panel per record, all on one scale."""
-    rows = -(-len(records) // columns)
-    fig, grid = figure(rows, columns, width=8, height=0.4 + 2.1 * rows, sharey=True, squeeze=False)
+    rows = len(records)
+    fig, grid = figure(rows, width=8, height=0.4 + 2.1 * rows, sharey=True, squeeze=False)
     panels = list(grid.flat)
     top = max(record.peak.total_bytes for record in records.values()) / MIB
-    for axes, (name, record) in zip(panels, records.items(), strict=False):
-        _step_areas(axes, record, width=1 / columns)
+    for axes, (name, record) in zip(panels, records.items(), strict=True):
+        _step_areas(axes, record)
         peak = record.peak.total_bytes / MIB
         axes.plot([record.moments.index(record.peak)], [peak], "v", color="black", markersize=4)
         title(axes, name, f"peak {peak:.2f} MiB in {record.peak.phase}, bytes counted")
-    legends = [axes.get_legend() for axes in panels[: len(records)]]
-    for index, legend in enumerate(legends):
-        if index != columns - 1:
-            legend.remove()
+    for axes in panels[1:]:
+        axes.get_legend().remove()
     panels[0].set_ylim(0, top * 1.2)
-    for axes in grid[:, 1:].flat:
-        axes.set_ylabel("")
-    for axes in grid[-1]:
-        axes.set_xlabel("operations of one training step, in order")
+    panels[-1].set_xlabel("operations of one training step, in order")
     summary = [
         f"{name} {record.peak.total_bytes / MIB:.2f} MiB in {record.peak.phase}"
         for name, record in records.items()
@@ -224,11 +219,11 @@ def fitting(peaks: Mapping[str, int], capacity_bytes: int) -> None:
     show(fig, f"Bar chart of a step's peak, with the capacity of {limit:.0f} MiB: {summary}.")
 
 
-def _step_areas(axes: Any, record: StepRecord, width: float = 1.0) -> None:
-    """Draw MiB by cause over a step's operations, and its phases; ``width`` is the figure's share."""
+def _step_areas(axes: Any, record: StepRecord) -> None:
+    """Draw MiB by cause over a step's operations, and its phases."""
     sizes = {cause: [m.by_cause[cause] / MIB for m in record.moments] for cause in _STEP_CAUSES}
     _areas(axes, sizes, [CAUSE_COLORS[cause] for cause in _STEP_CAUSES])
-    _phases(axes, record, width)
+    _phases(axes, record)
 
 
 def _areas(axes: Any, sizes: Mapping[str, Sequence[float]], colors: Sequence[str]) -> None:
@@ -240,13 +235,13 @@ def _areas(axes: Any, sizes: Mapping[str, Sequence[float]], colors: Sequence[str
     legend_beside(axes, reverse=True)
 
 
-def _phases(axes: Any, record: StepRecord, width: float = 1.0) -> None:
+def _phases(axes: Any, record: StepRecord) -> None:
     """Draw a thin line where each phase starts, and the phase's name at the top, if there's room."""
     phases = [moment.phase for moment in record.moments]
     starts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(phases)) if a != b), len(phases)]
     for start, end in pairwise(starts):
         axes.axvline(start, color="black", linewidth=0.6, linestyle=":")
-        room = width * (end - start) / len(phases)
+        room = (end - start) / len(phases)
         if room < 0.03:
             continue
         narrow = room < 0.11
@@ -365,7 +360,7 @@ def who_holds(cut: Mapping[str, Sequence[str]], gpus: int) -> None:
 def memory_over_step(sizes: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
     """Plot the bytes on one GPU after each allocation and free in a step, one curve per run.
 
-    ``sizes`` maps a run to its phases, and a phase to the bytes. A phase is equally wide in all runs.
+    ``sizes`` maps runs to phases, and phases to bytes. A phase has the same width in every run.
     """
     fig, axes = figure(width=8.5, height=3.6)
     colors = [COLORS[name] for name in ("black", "vermilion", "blue", "green", "purple")]

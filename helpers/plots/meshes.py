@@ -19,7 +19,7 @@ _REPLICATED = "#C8C8C8"
 _MOST_LABELS = 32  # with more, drawing the cells' numbers would take most of the time
 
 
-def mesh(groups: Mapping[str, Groups], gpus_per_host: int, how: str = "counted") -> None:
+def mesh(groups: Mapping[str, Groups], gpus_per_host: int) -> None:
     """Draw each dimension's groups on a grid with a row per host and a cell per GPU, showing its rank.
 
     ``groups`` has lists of ranks for each dimension. With up to eight groups, each has its own color;
@@ -47,7 +47,7 @@ def mesh(groups: Mapping[str, Groups], gpus_per_host: int, how: str = "counted")
         )
         if axes is not panels[0, 0]:
             axes.set_yticklabels([])
-    headline(fig, "GPUs of the same color communicate", how)
+    headline(fig, "In each panel, GPUs of one color communicate")
     summary = "; ".join(
         f"{name}, {len(dimension_groups)} groups of {len(dimension_groups[0])}, the first with ranks "
         f"{', '.join(map(str, dimension_groups[0]))}"

@@ -111,7 +111,7 @@ def errors_by_ranks(
 def losses(
     curves: Mapping[str, Sequence[float]], message: str, how: str, *, every: int = 1
 ) -> None:
-    """Plot multiple runs' losses, one for ``every`` so many steps.
+    """Plot multiple runs' losses, each recorded once every ``every`` steps.
 
     Later runs are drawn on top, with thinner lines.
     """
@@ -132,7 +132,7 @@ def scaled_numbers(
 ) -> None:
     """Plot a histogram of each tensor's nonzero values in the range of ``dtype``, on a logarithmic axis.
 
-    ``scaled`` maps a name, shown beside the histogram, to the values that are cast to ``dtype``.
+    ``scaled`` maps a name, shown next to the histogram, to the values that are cast to ``dtype``.
     """
     limits = torch.finfo(dtype)
     subnormal, top = math.log2(limits.smallest_normal), math.log2(limits.max)
@@ -191,7 +191,10 @@ def errors_by_outlier(errors: Mapping[str, Mapping[int, float]], message: str, h
         f"{name} " + ", ".join(f"{error:.1%} at {factor:,}" for factor, error in found.items())
         for name, found in errors.items()
     )
-    show(fig, f"Line chart of the other values' error by the factor of one channel: {summary}.")
+    show(
+        fig,
+        f"Line chart of the other values' error by how much larger one channel is: {summary}.",
+    )
 
 
 def time_bars(

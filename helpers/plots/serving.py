@@ -22,9 +22,9 @@ from vgpu.units import format_bytes, format_seconds
 
 
 def cache_steps(prompt: str, answer: str) -> None:
-    """Draw a row for each forward pass: its input letters, those in the cache, and the next letter.
+    """Draw a row for each forward pass: its input characters, those in the cache, and the next one.
 
-    The first pass takes all of ``prompt``; each later pass takes the latest letter of ``answer``.
+    The first pass takes all of ``prompt``; each later one takes the latest character of ``answer``.
     """
     widest = len(prompt) + len(answer) - 1
     cached, out = len(prompt) + 2, len(prompt) + widest + 4  # where the columns start
@@ -46,23 +46,23 @@ def cache_steps(prompt: str, answer: str) -> None:
         arrow(axes, (len(new) + 0.2, row + 0.36), (cached - 0.4, row + 0.36))
         arrow(axes, (cached + known + len(new) + 0.2, row + 0.36), (out - 0.4, row + 0.36))
     for x, name in (
-        (0, "input letters"),
+        (0, "input characters"),
         (cached, "keys and values in the cache"),
-        (out, "next letter"),
+        (out, "next character"),
     ):
         axes.text(x, -0.35, name, fontsize=9, color="#666666")
     axes.set(xlim=(-3.5, out + 3.5), ylim=(len(answer), -0.7))
     axes.axis("off")
     title(
         axes,
-        "Each new letter adds a column to the cache",
+        "Each new character adds a column to the cache",
         "green: just added; gray: from earlier passes",
     )
     show(
         fig,
-        f"A row for each forward pass. Prefill takes the {len(prompt)} letters of {prompt!r} and caches them; "
-        f"each of {len(answer) - 1} decoding passes takes only the latest letter and adds it to the cache. "
-        f"The next letters are {', '.join(answer)}.",
+        f"A row for each forward pass. Prefill takes the {len(prompt)} characters of {prompt!r} "
+        f"and caches them; each of {len(answer) - 1} decoding passes takes only the latest "
+        f"character and adds it to the cache. The next characters are {', '.join(answer)}.",
     )
 
 

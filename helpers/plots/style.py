@@ -76,9 +76,11 @@ def title(axes: Axes, message: str, how: str) -> None:
     axes.annotate(how, (0, 1), (0, 4), color="#666666", fontsize=9, **above)
 
 
-def headline(fig: Figure, message: str, how: str) -> None:
+def headline(fig: Figure, message: str, how: str = "") -> None:
     """Set the title of a figure with multiple panels; the arguments are those of ``title``."""
-    fig.suptitle(f"{message} · {how}", x=0.01, ha="left", fontsize=11, fontweight="bold")
+    fig.suptitle(
+        f"{message} · {how}" if how else message, x=0.01, ha="left", fontsize=11, fontweight="bold"
+    )
 
 
 def stacked_bars(

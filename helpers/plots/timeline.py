@@ -159,9 +159,7 @@ def traces(records: Mapping[str, Timeline]) -> None:
     handles: dict[str, Any] = {}
     for axes, (name, lanes) in zip(grid.flat, every.items(), strict=True):
         _draw(axes, records[name], name, lanes, records[name].makespan_s, 0)
-        drawn = axes.get_legend()
-        handles |= {h.get_label(): h for h in drawn.legend_handles}
-        drawn.remove()
+        handles |= _without_legend(axes)
         axes.tick_params(labelsize=8)
     legend: Any = {"loc": "outside upper left", "ncols": 4, "fontsize": 8}
     fig.legend(handles=[handles[kind] for kind in _OF_KIND if kind in handles], **legend)
@@ -193,7 +191,7 @@ def spans(lanes: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], messag
         for label, lane in lanes.items()
         for name, events in lane.items()
     )
-    show(fig, f"Bars in one lane for each of {len(lanes)} ranks. In all: {'; '.join(texts)}.")
+    show(fig, f"Bars in one lane for each of {len(lanes)} ranks. Totals: {'; '.join(texts)}.")
 
 
 def launches(traces: Mapping[str, Sequence[Mapping[str, Any]]], count: int) -> None:
@@ -234,21 +232,22 @@ def timelines(
     *,
     host: bool = False,
     devices: Sequence[torch.device] | None = None,
-    lane_names: Sequence[str] = (),
+    lane_names: Sequence[str] | None = None,
 ) -> None:
     """Draw multiple recordings, one below the other, on one time scale, with their names as titles.
 
-    ``lane_names`` name the lanes of each, from top to bottom; a recording may have fewer lanes. With
-    them, nothing is said about streams that are left out.
+    They share one legend. ``lane_names`` are the names of each recording's lanes, from top to bottom;
+    a recording may have fewer lanes.
     """
     end_s = max(record.makespan_s for record in records.values())
     every = {
         name: visible(lanes_of(record, host, devices), end_s) for name, record in records.items()
     }
-    if lane_names:
-        for name, (lanes, _) in every.items():
-            own = lane_names[: len(lanes)]
-            every[name] = dict(zip(own, lanes.values(), strict=True)), 0
+    if lane_names is not None:
+        every = {
+            name: (dict(zip(lane_names[: len(lanes)], lanes.values(), strict=True)), 0)
+            for name, (lanes, _) in every.items()
+        }
     heights = [_TOP + _BOTTOM + _LANE * len(lanes) for lanes, _ in every.values()]
     fig, grid = figure(
         len(records),
@@ -257,9 +256,12 @@ def timelines(
         gridspec_kw={"height_ratios": heights},
         squeeze=False,
     )
+    handles: dict[str, Any] = {}
     for axes, (name, record) in zip(grid.flat, records.items(), strict=True):
         lanes, left_out = every[name]
         _draw(axes, record, name, lanes, end_s, left_out)
+        handles |= _without_legend(axes)
+    legend_beside(grid.flat[0], handles=[handles[kind] for kind in _OF_KIND if kind in handles])
     summary = (f"{name}: {_alt(record, every[name][0])}" for name, record in records.items())
     show(fig, " ".join(summary))
 
@@ -309,6 +311,13 @@ def _draw(
         streams = "a stream that is" if left_out == 1 else f"{left_out} streams that are"
         how += f"; omits {streams} busy only briefly"
     title(axes, message, how)
+
+
+def _without_legend(axes: Axes) -> dict[str, Any]:
+    """Remove the axes' legend, and return its handles by their labels."""
+    legend: Any = axes.get_legend()
+    legend.remove()
+    return {handle.get_label(): handle for handle in legend.legend_handles}
 
 
 def _alt(record: Timeline, lanes: Mapping[str, list[TraceEvent]]) -> str:

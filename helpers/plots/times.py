@@ -233,12 +233,12 @@ def tokens_that_hide(enough: Mapping[str, float], per_token_s: float, sequence: 
     axes.minorticks_off()
     axes.set_ylabel("one layer's backward (ms)")
     legend_beside(axes, fontsize=9)
-    title(axes, "Right of its ring, a link's communication is hidden", "estimated on paper")
+    title(axes, "To the right of its ring, a link's communication is hidden", "estimated on paper")
     summary = ", ".join(f"{name} {tokens:,.0f}" for name, tokens in enough.items())
     show(
         fig,
-        "Line chart of a layer's time by tokens per GPU, on logarithmic axes. Computing rises, "
-        f"communication is level; they cross at these tokens per GPU: {summary}.",
+        "Line chart of a layer's time by tokens per GPU, on logarithmic axes. Computing time "
+        f"rises, communication time doesn't; they cross at these tokens per GPU: {summary}.",
     )
 
 
@@ -297,7 +297,7 @@ def goodput(
     axes.legend(loc="lower center", fontsize=9)
     title(
         axes,
-        "Saving too often costs time; saving too rarely, repeated work",
+        "Saving too often costs time; saving too rarely means repeating work",
         "lines: Daly's formula; points: simulated failures; dashed: square-root rule",
     )
     summary = "; ".join(

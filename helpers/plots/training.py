@@ -160,7 +160,7 @@ def resumed_curves(
 
 
 def learned(losses: torch.Tensor, vocabulary: int) -> None:
-    """Plot the loss over the steps, with the loss of a uniform guess among all letters."""
+    """Plot the loss over the steps, with the loss of a uniform guess among all characters."""
     fig, axes = figure(width=7, height=2.8)
     guess = math.log(vocabulary)
     axes.plot(range(1, len(losses) + 1), losses.tolist(), color=COLORS["blue"])
@@ -169,11 +169,14 @@ def learned(losses: torch.Tensor, vocabulary: int) -> None:
     axes.set(
         ylim=(0, max(guess, losses.max().item()) * 1.12),
         xlabel="step",
-        ylabel="loss per letter, in nats",
+        ylabel="loss per character, in nats",
     )
     title(axes, "It learns", "measured, mean over the ranks")
     first, last = losses[0].item(), losses[-1].item()
-    show(fig, f"The loss over {len(losses)} steps falls from {first:.2f} to {last:.2f} per letter.")
+    show(
+        fig,
+        f"The loss over {len(losses)} steps falls from {first:.2f} to {last:.2f} per character.",
+    )
 
 
 def by_batch(learned: Mapping[tuple[str, int], Sequence[float]]) -> None:

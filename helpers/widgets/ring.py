@@ -37,7 +37,7 @@ def ring_states(ranks: int) -> list[RingState]:
     states = [RingState(held.tolist(), [])]
     for step in range(2 * (ranks - 1)):
         sent = [(rank - step) % ranks for rank in range(ranks)]
-        # Read everything before anything is written: in a real ring all ranks send at once.
+        # Read everything before writing anything: in a real ring, all ranks send at the same time.
         on_the_way = [held[rank, chunk].clone() for rank, chunk in enumerate(sent)]
         for rank, (chunk, number) in enumerate(zip(sent, on_the_way, strict=True)):
             right = (rank + 1) % ranks

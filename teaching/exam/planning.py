@@ -32,7 +32,7 @@ def remaining(answer: Callable[..., list[list[int]]]) -> dict[str, Any]:
             if len(batches[0]) != step + 1:
                 raise Wrong(yours=f"{len(batches[0])} batches", expected=f"{step + 1}, and no more")
     return {
-        "each of the samples": "seen once, on 2, 3 and 4 ranks, in equally many steps on each rank"
+        "each of the samples": "seen once, on 2, 3 and 4 ranks, with equally many steps on each"
     }
 
 
@@ -108,11 +108,11 @@ def makespan(answer: Callable[..., float | None]) -> dict[str, Any]:
 
 # Orders that get stuck, with the reasons as keys.
 _STUCK = {
-    "Here each GPU waits for the other.": [
+    "Here, each GPU waits for the other.": [
         [("F", 0), ("B", 0), ("F", 1), ("B", 1)],
         [("F", 1), ("B", 1), ("F", 0), ("B", 0)],
     ],
-    "Here the backward comes before its own forward.": [[("B", 0), ("F", 0)]],
+    "Here, a backward comes before its own forward.": [[("B", 0), ("F", 0)]],
 }
 
 
@@ -136,7 +136,7 @@ def largest_batch(answer: Callable[[Callable[[int], int], int], int]) -> dict[st
                 raise Wrong(
                     yours=f"peak({batch_size:,})",
                     expected=f"at most {MOST_SAMPLES:,} samples, as the task says",
-                    hint="Two points on a line needn't be far apart.",
+                    hint="The two points on a line don't have to be far apart.",
                 )
             return step(batch_size)
 
@@ -144,7 +144,7 @@ def largest_batch(answer: Callable[[Callable[[int], int], int], int]) -> dict[st
         with for_input(given, "Return a number of samples."):
             yours = answer(peak, budget_bytes)
             if isinstance(yours, bool) or not isinstance(yours, int):
-                raise Wrong(yours=yours, expected="a whole number of samples")
+                raise Wrong(yours=yours, expected="an integer, the number of samples")
             if len(asked) > 3:
                 raise Wrong(
                     yours=f"{len(asked)} steps measured, with {asked} samples",

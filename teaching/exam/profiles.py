@@ -148,7 +148,7 @@ def pages(answer: Callable[[list[list[int]], int], int]) -> dict[str, Any]:
         given = f"pages of {size} tokens for {prompts if len(prompts) < 3 else len(prompts)}"
         whole = {tuple(p[:end]) for p in prompts for end in range(size, len(p) + 1, size)}
         expected = len(whole) + sum(len(p) % size > 0 for p in prompts)
-        with for_input(given, "Return a whole number."):
+        with for_input(given, "Return an integer."):
             yours = answer([list(prompt) for prompt in prompts], size)
             if yours != expected:
                 raise Wrong(yours=yours, expected=expected, given=given, hint=hint)

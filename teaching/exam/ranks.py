@@ -55,7 +55,7 @@ def _largest(
 
 
 def _place(yours: Any) -> str:
-    """Say on which device a tensor is if it isn't on the rank's GPU; otherwise return ""."""
+    """Say which device a tensor is on if that's not the rank's GPU; otherwise return ""."""
     elsewhere = isinstance(yours, torch.Tensor) and yours.device != own_gpu()
     return f"{yours.device}, but the rank's GPU is {own_gpu()}" if elsewhere else ""
 
@@ -198,9 +198,7 @@ def _hint_for_words(yours: torch.Tensor, expected: torch.Tensor, words: int) -> 
     if torch.equal(yours % words, expected % words):
         return "Right within its part. A rank's words start at rank times the size of a part."
     if ((yours - expected).abs() <= expected / 100).all():
-        return (
-            "Close: 16-bit floats have 8 or 11 bits for whole numbers, too few for a word's index."
-        )
+        return "Close: 16-bit floats have 8 or 11 bits for an integer, too few for a word's index."
     return "First find each rank's largest logit and its index, then the largest of those."
 
 

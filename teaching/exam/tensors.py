@@ -34,7 +34,7 @@ def elsewhere(answer: Callable[[nn.Module, torch.device], list[str]]) -> dict[st
             hint = "Return the names that named_parameters() and named_buffers() use."
             if device.index is None:
                 hint = (
-                    "A device without an ordinal is the current one, but it doesn't equal any "
+                    "A device without an ordinal means the current one, but doesn't equal any "
                     "tensor's device."
                 )
             elif isinstance(yours, list) and set(expected) - set(yours) == {"0.scale"}:
@@ -83,7 +83,7 @@ def rounded(answer: Callable[[torch.Tensor, float], torch.Tensor]) -> dict[str, 
             if _has_function(yours):
                 raise Wrong(
                     yours="the right gradient, from a torch.autograd.Function",
-                    expected="the same without one",
+                    expected="the right gradient, without one",
                     hint="Add to x what rounding changes, as a part that autograd doesn't see.",
                 )
     return {"gradient": "the identity's", "values": f"multiples of {step}"}
@@ -125,7 +125,7 @@ def average_of_weights(answer: Callable[[nn.Module, nn.Module, float], Any]) -> 
             if now != places:
                 raise Wrong(
                     yours="new tensors in the average",
-                    expected="the same ones, changed in place",
+                    expected="the same tensors, changed in place",
                     hint="Anyone who holds the average's tensors would keep the old values.",
                 )
             for name, tensor in model.state_dict().items():

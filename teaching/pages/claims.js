@@ -1,4 +1,4 @@
-// The claims' table: shows the rows that hold every word of the search and the chosen verdict.
+// The claims' table: shows the rows with every search word and the chosen verdict.
 document.addEventListener("DOMContentLoaded", () => {
   const table = document.querySelector("main table");
   const rows = [...table.tBodies[0].rows];

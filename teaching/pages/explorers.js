@@ -27,7 +27,7 @@ document.addEventListener("DOMContentLoaded", () => {
     form.addEventListener("input", show);
     form.addEventListener("submit", (event) => event.preventDefault());
     form.hidden = false;
-    // A browser may bring back what the controls said when the page was left.
+    // A browser may restore the controls' values from when the page was left.
     show();
   }
 });

@@ -13,7 +13,7 @@ LEFT_OUT = (".venv*", ".git", "build", "dist", "__pycache__", ".*_cache", "*.egg
 
 
 def clone(folder: Path) -> Path:
-    """Copy the course's files, without an environment, to a new folder; returns the folder."""
+    """Copy the course's files, without an environment, to a new folder; return the folder."""
     return shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
 
 

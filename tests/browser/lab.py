@@ -19,7 +19,7 @@ RUN_ALL = "notebook:run-all-cells"
 
 @contextmanager
 def served(folder: Path, scratch: Path, settings: dict[str, dict] | None = None):
-    """Serve ``folder`` with JupyterLab; yields its address. settings: values by plugin id."""
+    """Serve ``folder`` with JupyterLab; yield its address. settings: values by plugin id."""
     for plugin, values in (settings or {}).items():
         package, name = plugin.split(":")
         path = scratch / "settings" / package / f"{name}.jupyterlab-settings"
@@ -132,7 +132,7 @@ class Lesson:
         return self.page.locator(f"{panel} .jp-Cell[data-windowed-list-index='{index}']")
 
     def show(self, index: int):
-        """Scroll a cell into view; returns its locator."""
+        """Scroll a cell into view; return its locator."""
         self.ask("(p, n) => { p.content.activeCellIndex = n; p.content.scrollToItem(n); }", index)
         self.at(index).wait_for(state="visible", timeout=30_000)
         return self.at(index)

@@ -45,7 +45,7 @@ def user(request, clone, tmp_path):
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("becoming another user needs root and the command setpriv")
     if subprocess.run([*AS_NOBODY, "true"], capture_output=True).returncode:
-        pytest.skip("this machine does not let root give another user its read access")
+        pytest.skip("root can't give another user its read access on this machine")
     subprocess.run(["chown", "-R", str(NOBODY), tmp_path], check=True)
     return AS_NOBODY
 

@@ -86,7 +86,7 @@ def _call_on_gpu(op: Callable, inputs: tuple) -> object:
 
 
 def _compare(op: OpInfo, sample: SampleInput) -> bool:
-    """Compare results, then gradients; returns False if torch rejects the sample on the CPU."""
+    """Compare results, then gradients; return False if torch rejects the sample on the CPU."""
     inputs = without_bases((sample.input, sample.args, sample.kwargs))
     gpu_inputs = _gpu_inputs(op, inputs)
     options = {

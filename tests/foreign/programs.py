@@ -1,4 +1,4 @@
-"""Training programs that come as a folder: the data and arguments with which each is run.
+"""Training programs that come as a folder, with the data and arguments for each.
 
 Each is copied, gets tiny data in its own format, and is run as its authors run it. The edits that it
 needs for current packages, or for a comparison with the CPU, are here.
@@ -21,7 +21,7 @@ TEXT = "".join(f"{a} times {b} is {a * b}.\n" for a in range(60) for b in range(
 
 
 def edit(path: Path, *replacements: tuple[str, str]) -> None:
-    """Replace strings in a file; raises ValueError if one is missing: the program has changed."""
+    """Replace strings in a file; raise ValueError if one is missing: the program has changed."""
     text = path.read_text("utf-8")
     for old, new in replacements:
         if old not in text:
@@ -318,7 +318,7 @@ NEEDS = {
 
 
 def run_program(name: str, path: Path) -> Result | str:
-    """Run a program in a copy of its folder; returns a sentence if it lacks packages."""
+    """Run a program in a copy of its folder; return a sentence if it lacks packages."""
     missing = [package for package in NEEDS[name] if importlib.util.find_spec(package) is None]
     if missing:
         return f"{name} skipped: it needs {', '.join(missing)}"

@@ -71,7 +71,7 @@ def run(
 
 
 def judge(result: Result, name: str, done: Done) -> bool:
-    """Count a program's outcome; returns True if it passed, so that losses can be compared."""
+    """Count a program's outcome; return True if it passed, so that losses can be compared."""
     if done.returncode == 0 and "no virtual GPU was used" not in done.stderr:
         result.passed += 1
         return True

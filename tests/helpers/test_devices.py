@@ -100,7 +100,7 @@ def test_vgpu_devices_rejects_an_unknown_value(monkeypatch):
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2", True, None])
 def test_lab_rejects_a_count_that_is_not_a_positive_int(count):
-    with pytest.raises(ValueError, match="whole number of GPUs, at least 1"):
+    with pytest.raises(ValueError, match="takes an integer of at least 1"):
         devices.lab(count)
 
 

@@ -53,7 +53,7 @@ def test_expected_warning_shows_the_expected_one_and_passes_on_the_others(capsys
 
 def test_expected_warning_fails_without_a_warning():
     with (
-        pytest.raises(AssertionError, match="expected FutureWarning with 'old', found: no warning"),
+        pytest.raises(AssertionError, match="expected FutureWarning with 'old', got: no warning"),
         expected_warning(FutureWarning, "old"),
     ):
         pass

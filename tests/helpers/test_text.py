@@ -1,4 +1,4 @@
-"""Letters from Python's own help: encoded, split, divided into batches for ranks, and learned."""
+"""Characters of Python's own help: encoded, split, divided into batches for ranks, and learned."""
 
 import itertools
 from dataclasses import replace
@@ -24,8 +24,8 @@ def test_decode_is_the_inverse_of_encode():
     assert decode(encode("")) == ""
 
 
-def test_a_letter_outside_the_vocabulary_is_named_with_its_position():
-    with pytest.raises(ValueError, match=r"letter 'ß' at position 3 .*printable ASCII"):
+def test_a_character_outside_the_vocabulary_is_named_with_its_position():
+    with pytest.raises(ValueError, match=r"character 'ß' at position 3 .*printable ASCII"):
         encode("Spaß")
 
 
@@ -38,12 +38,12 @@ def test_a_letter_outside_the_vocabulary_is_named_with_its_position():
         (torch.zeros(3), r"torch.float32 of shape \(3,\)"),
     ],
 )
-def test_decode_refuses_tensors_that_are_not_text(tokens, message):
+def test_decode_rejects_tensors_that_are_not_text(tokens, message):
     with pytest.raises(ValueError, match=message):
         decode(tokens)
 
 
-def test_training_and_held_out_letters_are_separate_and_numerous():
+def test_training_and_held_out_text_are_separate_and_long():
     train, held_out = letters(train=True), letters(train=False)
     assert len(train) > 300_000 and len(held_out) == pytest.approx(len(train) / 9, rel=1e-3)
     whole = torch.cat([train, held_out])
@@ -51,7 +51,7 @@ def test_training_and_held_out_letters_are_separate_and_numerous():
     assert whole.unique().numel() > 90, "nearly the whole vocabulary is used"
 
 
-def test_targets_are_the_letters_after_their_inputs():
+def test_targets_are_the_characters_after_their_inputs():
     tokens = torch.arange(100)
     inputs, targets = next(batches(tokens, 50, length=7))
     assert inputs.shape == targets.shape == (50, 7)
@@ -99,22 +99,22 @@ def test_ranks_divide_the_batches_of_a_single_process(world_size):
         (torch.arange(8), {"batch_size": 4, "length": 2, "rank": 1}, "rank 1 isn't one of 1 ranks"),
     ],
 )
-def test_impossible_batches_are_refused_immediately(tokens, asked, message):
+def test_impossible_batches_are_rejected_immediately(tokens, asked, message):
     with pytest.raises(ValueError, match=message):
         batches(tokens, **asked)
 
 
-def test_a_sequence_longer_than_the_models_is_refused():
+def test_a_sequence_longer_than_the_models_is_rejected():
     with pytest.raises(ValueError, match=r"sequence of 9 tokens is longer than the 8"):
         Transformer(replace(LETTERS, sequence=8))(torch.zeros(1, 9, dtype=torch.int64))
 
 
-def test_the_letter_model_has_as_many_parameters_as_its_comment_says():
+def test_the_character_model_has_as_many_parameters_as_its_comment_says():
     assert sum(p.numel() for p in Transformer(LETTERS).parameters()) == 352_896
 
 
 class NextLetter(nn.Module):
-    """A model that's certain that each letter of the vocabulary is followed by the next one."""
+    """A model that's certain that the next character is the next one in the vocabulary."""
 
     def __init__(self):
         super().__init__()
@@ -126,7 +126,7 @@ class NextLetter(nn.Module):
         return self.sure * F.one_hot((tokens + 1) % 96, 96)
 
 
-def test_a_sample_continues_the_prompt_with_likely_letters():
+def test_a_sample_continues_the_prompt_with_likely_characters():
     model = NextLetter()
     assert sample(model, "ab", count=5, window=4) == "abcdefg"
     assert model.longest == 4
@@ -139,8 +139,8 @@ def test_a_sample_depends_only_on_its_seed():
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"), [({"prompt": ""}, "empty"), ({"temperature": 0}, "positive; found 0")]
+    ("asked", "message"), [({"prompt": ""}, "empty"), ({"temperature": 0}, "positive; got 0")]
 )
-def test_a_sample_that_cannot_be_drawn_is_refused(asked, message):
+def test_a_sample_that_cannot_be_drawn_is_rejected(asked, message):
     with pytest.raises(ValueError, match=message):
         sample(NextLetter(), **asked)

@@ -38,7 +38,7 @@ def on_a_rank(rank, world_size, arguments):
 
 
 def at_the_third_loss(rank, world_size, arguments, what):
-    """In the script, ``what`` takes the last rank's third loss, and returns another."""
+    """In the script, ``what`` receives the last rank's third loss and returns another."""
     losses, cross_entropy = itertools.count(1), nn.functional.cross_entropy
 
     def instead(*given):
@@ -53,7 +53,7 @@ def at_the_third_loss(rank, world_size, arguments, what):
 
 @pytest.fixture
 def run(capfd, monkeypatch):
-    """Run the script on ``ranks`` ranks; returns what it printed."""
+    """Run the script on ``ranks`` ranks; return what it printed."""
 
     def run(options, ranks=1):
         if ranks > 1:
@@ -62,7 +62,7 @@ def run(capfd, monkeypatch):
             monkeypatch.setattr(sys, "argv", [SCRIPT, *options.split()])
             try:
                 runpy.run_path(SCRIPT, run_name="__main__")
-            finally:  # a script that refuses ends its process
+            finally:  # a script that refuses to run ends its process
                 if dist.is_initialized():
                     dist.destroy_process_group()
         return capfd.readouterr().out
@@ -181,7 +181,7 @@ def test_training_resumes_in_another_layout_from_the_last_complete_checkpoint(ru
             atol=0,
             msg=lambda text, layout=layout: f"{layout}: {text}",
         )
-    assert all(path.exists() for path in kept)  # other names belong to somebody else
+    assert all(path.exists() for path in kept)  # folders with other names aren't ours
 
 
 def started(command):
@@ -213,7 +213,7 @@ def test_the_script_reports_speed_and_peak_with_cuda_read_as_vgpu():
         ("NVIDIA L40S", "MFU unknown: PEAK_TFLOPS in helpers/gpt.py lacks NVIDIA L40S"),
     ],
 )
-def test_mfu_is_of_this_gpus_peak_or_unknown(monkeypatch, name, said):
+def test_mfu_uses_this_gpus_peak_or_is_unknown(monkeypatch, name, said):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
@@ -235,7 +235,7 @@ def test_a_cluster_runs_the_script_as_fast_as_the_plan_predicts():
         assert script.printed_step_s(found) == pytest.approx(predict(plan).seconds, rel=0.02), line
 
 
-def test_a_whole_state_dict_is_loaded_into_shards(run, tmp_path):
+def test_a_full_state_dict_is_loaded_into_shards(run, tmp_path):
     run(f"--steps 2 --checkpoints {tmp_path}")
     whole = parameters(tmp_path, 2)
     folder = tmp_path / "of 4"
@@ -254,7 +254,7 @@ def test_a_whole_state_dict_is_loaded_into_shards(run, tmp_path):
             {"norm.weight": torch.ones(3)},
             "bad.pt is from a different model: embedding.weight is None there",
         ),
-        (torch.ones(3), "bad.pt has no state dict, but a Tensor"),
+        (torch.ones(3), "bad.pt contains a Tensor, not a state dict"),
     ],
 )
 def test_the_script_refuses_a_file_that_has_none_of_its_weights(
@@ -292,7 +292,7 @@ def test_the_script_refuses_sizes_that_are_not_divisible(monkeypatch, capsys, op
 
 
 def test_the_script_refuses_more_ranks_than_the_host_has_gpus(monkeypatch, capsys):
-    """Computing on the CPU instead, beside other hosts' GPUs, would hang all of them."""
+    """If it computed on the CPU instead, it would hang the hosts that use GPUs."""
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(SystemExit):
@@ -334,7 +334,7 @@ print("graphs:", torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def test_blocks_that_recompute_are_compiled():
-    """torch.compile leaves a module out whose forward is checkpoint itself."""
+    """torch.compile skips a module whose forward is checkpoint itself."""
     options = ["--steps", "1", "--layers", "1", "--batch", "2", "--compile", "--recompute"]
     command = [sys.executable, "-c", GRAPHS, SCRIPT, *options]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -383,7 +383,7 @@ def test_the_script_refuses_a_folder_that_ranks_do_not_share(tmp_path, capfd):
     assert "step" not in found.out and not list(tmp_path.iterdir())
 
 
-def test_fewer_steps_than_the_checkpoint_has_end_at_once(run, tmp_path):
+def test_a_run_with_fewer_steps_than_its_checkpoint_ends_immediately(run, tmp_path):
     run(f"--steps 4 --layers 1 --checkpoints {tmp_path}")
     found = run(f"--steps 2 --layers 1 --checkpoints {tmp_path}")
     assert "resumed from" in found and not losses(found).numel()

@@ -83,7 +83,7 @@ def clone(tmp_path):
 
 
 def make(folder, *arguments, **environment):
-    """Run ``make venv`` in ``folder``; returns its output, and whether it succeeded."""
+    """Run ``make venv`` in ``folder``; return its output, and whether it succeeded."""
     plain = {"PATH": os.environ["PATH"], "HOME": str(folder.parent), "PIP_CONFIG_FILE": os.devnull}
     done = subprocess.run(
         ["make", "--no-print-directory", "venv", f"PYTHON={sys.executable}", *arguments],
@@ -133,7 +133,7 @@ def test_an_environment_that_setup_did_not_create_is_left_alone(clone):
     (clone / ".venv").mkdir()
     (clone / ".venv" / "pyvenv.cfg").write_text("mine")
     said, good = make(clone)
-    assert not good and "wasn't made by this setup, so it stays" in said
+    assert not good and "wasn't created by this setup and is left alone" in said
     assert (clone / ".venv" / "pyvenv.cfg").read_text() == "mine"
 
 

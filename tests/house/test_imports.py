@@ -1,4 +1,4 @@
-"""Imports within the packages point one way: none is from a row of ORDER below its own."""
+"""Imports within the packages point one way: no module imports from a lower row of ORDER."""
 
 import ast
 

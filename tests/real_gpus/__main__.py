@@ -93,7 +93,7 @@ def with_result(text: str, section: str) -> str:
 
 
 def compare(machine: Machine) -> bool:
-    """Run step 1; returns whether nothing differed."""
+    """Run step 1; return whether nothing differed."""
     preset = comparison.preset_for(machine.gpus[0])
     real = comparison.observe()
     virtual = comparison.observe(*comparison.virtual_command(len(machine.gpus), preset))
@@ -104,7 +104,7 @@ def compare(machine: Machine) -> bool:
 
 
 def run(*arguments: str) -> bool:
-    """Run pytest, for steps 2 and 3; returns whether it passed."""
+    """Run pytest, for steps 2 and 3; return whether it passed."""
     command = [sys.executable, "-m", "pytest", *arguments]
     environment = {**os.environ, "REAL_GPUS": "1"}
     return subprocess.run(command, cwd=lessons.ROOT, env=environment).returncode == 0

@@ -62,7 +62,7 @@ def differences(real: dict, virtual: dict) -> list[str]:
     for part in ("errors", "peaks", "times"):
         for name in sorted(real[part].keys() ^ virtual[part].keys()):
             where = "real" if name in real[part] else "virtual"
-            found.append(f"{part}: {name!r} was observed on {where} GPUs only")
+            found.append(f"{part}: {name!r} was observed only on {where} GPUs")
     for name in _in_both(real, virtual, "errors"):
         on_real, on_virtual = (in_cuda_s_words(each["errors"][name]) for each in (real, virtual))
         if on_real != on_virtual:

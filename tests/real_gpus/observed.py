@@ -1,7 +1,7 @@
 """Print a GPU's errors, peak bytes and times as one JSON object. Written for CUDA.
 
 ``python observed.py`` observes real GPUs; ``python -m vgpu --cuda-is-vgpu observed.py`` runs the
-same lines on virtual ones. Cases that need more GPUs than there are are skipped.
+same lines on virtual ones. Cases that need more GPUs are skipped.
 """
 
 import json

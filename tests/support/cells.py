@@ -18,7 +18,7 @@ from vgpu import launch
 
 
 def cell(source, **names):
-    """Run a cell's source; returns its names as a dictionary. Line 1 is the source's first line."""
+    """Run a cell's source; return its names as a dictionary. Line 1 is the source's first line."""
     filename = f"<cell {next(_numbers)}>"
     text = textwrap.dedent(source).strip() + "\n"
     linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)

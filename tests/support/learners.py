@@ -12,7 +12,7 @@ LIMITS = class_check.Limits(time_s=20, memory_bytes=3 * 2**30)
 
 
 def hand_in(folder, who, answers, notebook=None, name=LESSON.name):
-    """Write a learner's copy of the lesson with ``answers`` in its exercises; returns its path."""
+    """Write a learner's copy of the lesson with ``answers`` in its exercises; return its path."""
     notebook = notebook or json.loads(LESSON.read_text("utf-8"))
     for cell in notebook["cells"]:
         for tag in cell["metadata"].get("tags", ()):

@@ -17,7 +17,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MUL
 
 
 def run(path: Path, python: Sequence[str] = (sys.executable,), **where: Any) -> str:
-    """Run a page in a separate process; returns what's wrong with it, or an empty string.
+    """Run a page in a separate process; return what's wrong with it, or an empty string.
 
     ``python`` is the command, ``where`` is passed to ``subprocess.run``: folder and environment.
     """

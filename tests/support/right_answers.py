@@ -102,7 +102,7 @@ def order(stage, micro_batches):
 """,
     ],
     "11.4": [
-        # Each block in a checkpoint of its own, as in a transformer.
+        # Each block in its own checkpoint, as in a transformer.
         """
 def small_step(tower, x):
     for part in x.split(4096):

@@ -91,11 +91,11 @@ def test_ctrl_c_leaves_a_complete_table_of_what_was_judged(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--seconds 0", "argument --seconds: expected a number above 0, found '0'"),
-        ("--seconds inf", "expected a number above 0, found 'inf'"),
-        ("--gib -1", "argument --gib: expected a number above 0, found '-1'"),
-        ("--gib much", "expected a number above 0, found 'much'"),
-        ("--jobs 0", "argument --jobs: expected a whole number of at least 1, found '0'"),
+        ("--seconds 0", "argument --seconds: expected a number above 0, got '0'"),
+        ("--seconds inf", "expected a number above 0, got 'inf'"),
+        ("--gib -1", "argument --gib: expected a number above 0, got '-1'"),
+        ("--gib much", "expected a number above 0, got 'much'"),
+        ("--jobs 0", "argument --jobs: expected an integer of at least 1, got '0'"),
     ],
 )
 def test_class_check_rejects_invalid_limits(tmp_path, capsys, options, message):

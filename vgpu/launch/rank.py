@@ -294,7 +294,7 @@ def _join_group(job: Job, scratch: Path) -> None:
         # does.
         timeout=timedelta(days=1),
     )
-    # A function might leave the group at once, closing connections that others are still opening.
+    # A function might leave the group immediately, closing connections that others are opening.
     store.set(f"joined/{job.rank}", "")
     store.wait([f"joined/{rank}" for rank in range(job.world_size)])
     if job.connect_nccl:

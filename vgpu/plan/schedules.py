@@ -268,7 +268,7 @@ class Times:
     If a device has v chunks, each takes 1 / v of that. A full backward takes the sum of both
     gradients' times. ``transfer`` is the time from the end of an action until the neighboring stage
     on another device can use its result. ``by_stage`` has a factor for each stage's forward and
-    backward; if empty, all stages take equally long.
+    backward; if empty, all stages take the same time.
     """
 
     forward: float = 1

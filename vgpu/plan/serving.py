@@ -162,7 +162,7 @@ class Server:
         return self._forward_s(group, group, group * (context + 1), group * (context + 1))
 
     def generate_s(self, batch: int, prompt: int, output: int) -> float:
-        """Return the time of a static batch: ``batch`` equally long prompts, and their outputs."""
+        """Return the time of a static batch: ``batch`` prompts of one length, and their outputs."""
         check_count("output", output)
         group = math.ceil(batch / self.pp)
         prefill_s = self.forward_s([(prompt, 0)] * group)

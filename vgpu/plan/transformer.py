@@ -169,8 +169,8 @@ MIXTRAL = {
     ),
 }
 
-# A model with 352,896 parameters, small enough to learn letters on a CPU. With 64 positions, a base
-# of 20 rotates each pair of values far enough to be useful.
+# A model with 352,896 parameters, small enough to learn to predict characters on a CPU. With 64
+# positions, a base of 20 rotates each pair of values far enough to be useful.
 LETTERS = TransformerSizes(2, 128, 4, 4, 256, 96, sequence=64, rotary_base=20.0)
 
 

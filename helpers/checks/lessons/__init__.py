@@ -1,1 +1,1 @@
-"""The checks of the exercises, one file a lesson."""
+"""The exercises' checks, one file per lesson."""

@@ -193,7 +193,7 @@ _PARTS = {
     "optimizer": "AdamW's moments start at zero: run.optimizer.state_dict().",
     "scheduler": "The learning rate starts its schedule over: run.scheduler.state_dict().",
     "order": "The next epoch comes in a different order: run.loader.generator.get_state().",
-    "cpu_random": "Whatever draws on the CPU continues differently: torch.get_rng_state().",
+    "cpu_random": "Random numbers on the CPU continue differently: torch.get_rng_state().",
     "gpu_random": "Dropout drops other activations: gpu_api.get_rng_state(device).",
     "losses": "The record of the losses ends at the stop: run.losses.",
     "epochs_done": "The resumed run doesn't know how many epochs are left: run.epochs_done.",
@@ -226,7 +226,7 @@ def check_state(state: Callable) -> dict[str, Any]:
             for name, part in expected.items():
                 if not _same(saved[name], part):
                     raise Wrong(
-                        yours=f"{name}: {describe(saved[name])}, another state than the run's",
+                        yours=f"{name}: {describe(saved[name])}, not the run's state",
                         expected=f"{name}: {describe(part)}",
                         hint=_PARTS[name],
                     )

@@ -165,7 +165,7 @@ def with_loss(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
     gpus = devices.lab(2)
     size = 2 * random.randint(90, 110) + 1
     batch, labels = torch.randn(size, 64), torch.randint(2000, (size,))
-    # So few parameters that the peaks are the outputs', not the summed gradients'.
+    # There are so few parameters that outputs, not summed gradients, determine the peaks.
     model = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 2000))
     single = copy.deepcopy(model)
     F.cross_entropy(single(batch), labels).backward()

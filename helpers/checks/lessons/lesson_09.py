@@ -182,7 +182,7 @@ def _seconds(machine: Machine, split_size: int) -> float:
 
 
 def _machines() -> list[Machine]:
-    """Return machines whose best sizes are so far apart that no single size is good on all.
+    """Return machines whose best sizes are so far apart that no single size is good on all of them.
 
     With a power of two as the number of pieces, the time is at most 4.6% above the best on each of
     them. On V100s with a smaller batch, it can be 5.7% above the best.
@@ -228,7 +228,7 @@ def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> dic
                 yours=f"{len(asked)} recordings",
                 expected=f"at most {_MOST_RECORDINGS}",
                 given=given,
-                hint="The curve is flat around its best: try sizes that differ by a factor.",
+                hint="The curve is flat near its minimum: try sizes that differ by a factor of 2.",
             )
         asked_then = list(asked)
         # For each number of pieces, try the smallest size that needs no more pieces.
@@ -307,7 +307,7 @@ def repaired(
                     expected=f"at most {format_seconds(1.1 * ours.makespan_s)}",
                     given=given,
                     hint="Right, but copies and matmuls take turns. Wait as early in the "
-                    "loop and for as little as you can; Python itself shouldn't wait at all.",
+                    "loop and for as little as possible; Python itself shouldn't wait at all.",
                 )
             with vgpu.record() as in_turn:
                 _use_memory(rows, there)

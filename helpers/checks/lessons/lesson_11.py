@@ -44,7 +44,7 @@ def peak_of_a_step(answer: Callable[[list[int], int, str], float]) -> dict[str, 
         if not abs(off) <= 0.05:
             raise Wrong(
                 yours=f"{format_bytes(yours)} ({off:+.0%})",
-                expected=f"within 5% of {format_bytes(peak.total_bytes)}, as counted",
+                expected=f"within 5% of the counted {format_bytes(peak.total_bytes)}",
                 given=given,
                 hint=_peak_hint(yours, peak),
             )
@@ -72,7 +72,7 @@ def _networks() -> list[tuple[list[int], int, str]]:
         ([64, some(64, 100), some(600, 800), 10], some(300, 600), "sgd"),  # the last hidden
         ([64, some(600, 800), some(64, 100), some(64, 100), 10], some(300, 600), "adam"),
         ([128, some(64, 128), some(800, 1000)], some(500, 700), "sgd"),  # many classes
-        # Mostly the batch, which doesn't need a gradient.
+        # It's mostly the batch, which doesn't need a gradient.
         ([some(1450, 1550), some(75, 85), 10], some(440, 460), "sgd"),
         # A weight gradient that's larger than the activations.
         ([some(250, 260), some(1000, 1050), 10], some(60, 68), "sgd"),
@@ -80,7 +80,7 @@ def _networks() -> list[tuple[list[int], int, str]]:
 
 
 def _peak(sizes: Sequence[int], batch_size: int, name: str) -> Moment:
-    """Return a step's moment of peak memory, from the second of two steps: Adam has its state."""
+    """Return the second step's moment of peak memory: by then, Adam has its state."""
     (gpu,) = devices.lab(1)
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):

@@ -171,7 +171,7 @@ def _judge_collectives(
 
 @exercise("12.2", "Shard this model")
 def shard_this_model(answer: Callable[[nn.Module, torch.device], Any]) -> dict[str, str]:
-    layers = 10  # with more, an embedding or a head without a unit of its own counts for less
+    layers = 10  # with more, an embedding or a head without its own unit matters less
     given = f"a model with {layers} layers on {_GPUS} virtual GPUs"
     with for_input(given, "Shard the model, allocate it on gpu, and return the optimizer."):
         with vgpu.cluster(1, _GPUS, "H100") as cluster, vgpu.shapes_only():
@@ -267,7 +267,7 @@ def _judge_sharded(model: nn.Module, optimizer: Any) -> None:
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}
     if held != {id(parameter) for parameter in named.values()}:
         raise Wrong(
-            yours="an optimizer with other parameters than the model's",
+            yours="an optimizer whose parameters aren't the model's",
             expected="an optimizer with the model's sharded parameters",
             hint="fully_shard replaces the parameters. An optimizer created earlier holds the old "
             "ones, and would train nothing, without an error: create it last.",
@@ -287,12 +287,12 @@ def _peak_hint(model: nn.Module, units: int, in_preparation: bool) -> str:
         )
     if not isinstance(model, FSDPModule):
         return (
-            "Without a call on the model itself, every unit is a root of its own, and a root stays "
+            "Without a call on the model itself, every unit is its own root, and a root stays "
             "gathered after forward. Call fully_shard(model) last."
         )
     if not (isinstance(model.embedding, FSDPModule) and isinstance(model.head, FSDPModule)):
         return (
-            "What has no unit of its own belongs to the model's unit, which stays gathered from "
+            "Parameters without their own unit are in the model's unit, which stays gathered from "
             "forward to the end of backward: here, that's the embedding or the head."
         )
     return "Too much is gathered at once. Are units small, and freed after forward?"

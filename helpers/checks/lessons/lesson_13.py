@@ -164,8 +164,8 @@ def from_fourteen_to_eight(answer: Any) -> dict[str, Any]:
                 yours=f"logits off by {off:.2g}, gradients by {off_gradient:.2g}",
                 expected="one GPU's logits and gradients",
                 given=where,
-                hint="An input has a placement that it doesn't have: outside the matmuls, every "
-                "tensor is replicated on each GPU.",
+                hint="An input is declared with a placement that it doesn't have: outside the "
+                "matmuls, every tensor is replicated on each GPU.",
             )
         if Counter(calls) != {("all_reduce", size_bytes): 8}:
             raise Wrong(
@@ -189,13 +189,13 @@ def _hint_for_error(yours: str) -> str:
             "Some tensors became DTensors and meet others that are plain. Only x should become one, "
             "and only where it enters attention or feed_forward: None leaves cos and sin as they are."
         )
-    return "The model doesn't run: some layer gets a different part than it expects."
+    return "The model doesn't run: some layer gets a different part from the one it expects."
 
 
 def _hint_for_count(count: int) -> str:
     return {
         14: "Nothing is shared yet: each matmul still makes its own DTensor of its input. Does "
-        "PrepareModuleInput hand on DTensors, and to the modules that contain the matmuls?",
+        "PrepareModuleInput pass on DTensors, and to the modules that contain the matmuls?",
         12: "The feed-forward part is done. In attention, query, key and value still make three "
         "DTensors of one input.",
         10: "Attention is done. In the feed-forward part, gate and up still make two DTensors of "
@@ -235,8 +235,8 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
         results = on_ranks(_beside_whole, 2, block, inputs, plan, given=given, gpu=GPU)
     except Wrong as wrong:
         wrong.hint = (
-            "The block doesn't run: some layer gets a different part than it expects. Follow the "
-            "tensors: ColwiseParallel takes its full input, RowwiseParallel one part of it.\n"
+            "The block doesn't run: some layer gets a different part from the one it expects. "
+            "Follow the tensors: ColwiseParallel takes its full input, RowwiseParallel one part.\n"
             f"{wrong.hint}"
         )
         raise

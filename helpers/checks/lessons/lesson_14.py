@@ -131,7 +131,7 @@ def _exactly(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> t
 
 
 def _one_at_a_time(blocks: Sequence[Any], held: list[int]) -> Iterator[Any]:
-    """Yield the blocks; note in ``held`` how many earlier ones are alive at each request."""
+    """Yield the blocks; record in ``held`` how many earlier ones are alive at each request."""
     given: list[list[weakref.ref[torch.Tensor]]] = []
     for keys, values in blocks:
         block = keys.clone(), values.clone()
@@ -142,7 +142,7 @@ def _one_at_a_time(blocks: Sequence[Any], held: list[int]) -> Iterator[Any]:
 
 
 class _Largest(EagerDispatchMode):
-    """Note the number of elements in the largest tensor that an operation returns."""
+    """Record the number of elements in the largest tensor that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) ->
     operations = {}
     device = devices.lab(1)[0]
     for tokens in (10, 1000, random.randint(100, 300)):
-        # 10 and 1000 tokens have equally many experts, so a loop over experts is within budget.
+        # 10 and 1000 tokens have the same number of experts: a loop over experts is within budget.
         experts = 4 if tokens in (10, 1000) else 8
         chosen = (torch.rand(tokens) ** 2 * experts).long()  # low indices are more frequent
         capacity = math.ceil(1.25 * tokens / experts)

@@ -241,7 +241,7 @@ class _Task(NamedTuple):
         )
 
     def best_tokens_per_s(self) -> float:
-        """Return the tokens/s per GPU of the fastest among those of three recipes that fit."""
+        """Of three recipes, return the tokens/s per GPU of the fastest one that fits."""
         plans = (self.plan(), self.plan(batch=4), self.plan(tp=4))
         return max(_step_of(plan).tokens_per_s() for plan in plans if _fits(plan))
 

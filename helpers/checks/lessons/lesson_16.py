@@ -114,7 +114,7 @@ _ASKED = {
 
 _REPLIES = {
     "item": "So it was my NaN check after each layer!",
-    "gather": "So it is the network. Or I give it more tokens per gather.",
+    "gather": "So it's the network. Or I could use more tokens per gather.",
     "straggler": "I'll sort the long texts into buckets.",
     "launches": "I'll try CUDA graphs.",
     "loader": "More workers, then.",
@@ -228,9 +228,9 @@ def _number_hint(fault: str, number: float, found: float, timeline: Timeline) ->
         "That's the other share: one minus the right one.": 1 - found
         if fault in ("launches", "bubble")
         else -1,
-        "In percent: give a share, from 0 to 1.": 100 * found,
-        "In µs: give ms.": 1000 * found,
-        "In seconds: give ms.": found / 1000,
+        "That's a percentage: return a share, from 0 to 1.": 100 * found,
+        "That's in µs: return ms.": 1000 * found,
+        "That's in seconds: return ms.": found / 1000,
         "That includes what overlaps with kernels: count only while GPU 0 computes nothing.": (
             timeline.copying_s("vgpu:0") * 1e3 / steps
         ),
@@ -353,9 +353,9 @@ def _check_arrows(rows: list[Row], pids: list[set[Any]], given: str) -> None:
         if not isinstance(name, int) and not re.fullmatch("(0x)?[0-9a-fA-F]+", str(name)):
             raise Wrong(
                 yours=f"an arrow with the id {name!r}",
-                expected="a whole number",
+                expected="an integer",
                 given=given,
-                hint="Perfetto drops arrows whose id is neither a whole number nor hexadecimal.",
+                hint="Perfetto drops arrows whose id is neither an integer nor hexadecimal.",
             )
         if sorted(end for end, _ in ends) != ["f", "s"] or len({rank for _, rank in ends}) > 1:
             raise Wrong(
@@ -454,7 +454,7 @@ def _peak_hint(yours: dict[str, int], trace: list[Row]) -> str:
     if yours == _held(trace, at_end=True):
         return "That's what is held at the end: copy what's held at the peak."
     if yours == _held(trace, at_end=False, freed="free_requested"):
-        return "A block isn't free when that is requested: another stream may still use it."
+        return "A block isn't free when its release is requested: another stream may still use it."
     if yours == _held(trace, at_end=False, outermost=True):
         return "Frames start with the innermost: frames[0]."
     if sum(yours.values()) == everything:
@@ -462,7 +462,7 @@ def _peak_hint(yours: dict[str, int], trace: list[Row]) -> str:
     if sum(yours.values()) > everything:
         return "Blocks are parts of segments: only alloc and free_completed count."
     if sum(yours.values()) == right:
-        return "The bytes are right, but not whose they are: add up each name's blocks."
+        return "The bytes are right, but under the wrong names: add up each name's blocks."
     return "A block lives from its alloc to the free_completed of the same address."
 
 

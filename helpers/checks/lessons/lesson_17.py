@@ -68,7 +68,7 @@ def _judge_rounding(yours: torch.Tensor, low: float, high: float, share: float, 
                 "zero before the cast to bfloat16, or the cast rounds again."
             )
         elif found in (0.0, 1.0):
-            hint = "All are rounded the same way. Each value needs its own random number."
+            hint = "All values are rounded the same way. Each value needs its own random number."
         elif abs(found - 0.5) < 0.015:
             hint = "Up and down are equally frequent. The nearer neighbor must come more often."
         else:
@@ -133,7 +133,7 @@ def _until(
 
 def _ranks_hint(yours: Any, expected: int | None, parts: torch.Tensor, most: float) -> str:
     if isinstance(yours, int) and isinstance(expected, int) and yours == expected - 1:
-        return "One too few: a list counts from 0, and the first part is one rank's."
+        return "One too few: list indices start at 0, and the first part is one rank's."
     if yours is None:
         return "It does become that large if each partial sum is in bfloat16."
     if yours == _until(parts.bfloat16().float(), most, torch.float32)[0]:

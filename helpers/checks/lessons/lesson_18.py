@@ -37,7 +37,9 @@ def keys_and_values(answer: Callable[..., Any]) -> dict[str, Any]:
             given = (
                 f"pass {number + 1} of layer {layer}, with {new} new tokens: key and value {shape}"
             )
-            with for_input(given, "cache is empty at first. Tokens are dimension 2 of all."):
+            with for_input(
+                given, "cache is empty at first. Tokens are dimension 2 of each tensor."
+            ):
                 returned = answer(cache, *news[layer][-1])
             # A tensor whose batch is 2 would unpack into two as well.
             if not isinstance(returned, tuple | list) or len(returned) != 2:
@@ -76,7 +78,7 @@ def _hint_for_cache(
     if torch.equal(found, torch.cat(list(others), 2)):
         return "Keys and values are swapped, or both are the same."
     if torch.equal(found, news[-1]):
-        return "Those are the new ones only: put them behind those in cache."
+        return "These are only the new ones: append them to those in cache."
     if torch.equal(found, torch.cat([news[-1], *news[:-1]], 2)):
         return "New ones come last."
     if found.numel() == whole.numel():
@@ -112,7 +114,9 @@ def cache_of_one_gpu(answer: Callable[..., Any]) -> dict[str, Any]:
 def _hint_for_bytes(found: float, right: int, sizes: TransformerSizes, tp: int, bits: int) -> str:
     group = sizes.heads // sizes.key_value_heads
     copies = max(1, tp // sizes.key_value_heads)
-    whole_heads = {"A GPU holds whole heads: several GPUs hold the same one.": right / copies}
+    whole_heads = {
+        "A GPU holds whole heads, so several GPUs may hold the same one.": right / copies
+    }
     wrong = {
         **(whole_heads if tp > sizes.key_value_heads else {}),
         "Keys and values: two elements, not one.": right / 2,
@@ -239,14 +243,14 @@ def _hint_for_batch(
     found: float, right: int, time_bytes: float, room_bytes: float, each: float
 ) -> str:
     if found < 0:
-        return "If not even the weights fit, or can be read in time, the answer is 0."
+        return "If the weights alone don't fit, or can't be read in time, the answer is 0."
     if found in (time_bytes / each, room_bytes / each) or right < found <= right + 1:
         return "Round down: one more sequence would be too late, or wouldn't fit."
     if found == int(time_bytes // each) > right:
-        return "That many are in time, but their caches don't fit in memory."
+        return "That many are fast enough, but their caches don't fit in memory."
     if found == max(0, int(room_bytes // each)) > right:
         return "That many fit, but reading their caches takes longer than the limit."
-    return "What is read and held: the weights once, and a cache per sequence."
+    return "A step reads the weights once, and each sequence's cache; memory holds the same."
 
 
 BUDGET = 256
@@ -282,8 +286,8 @@ def prefill_that_starves_nobody(answer: Callable[..., Any]) -> dict[str, Any]:
 
     return {
         "for": given,
-        "first token of the short ones": f"{format_seconds(short(served))} (the middle one); in order of "
-        f"arrival it is {format_seconds(short(in_order))}",
+        "first token of the short ones": f"{format_seconds(short(served))} (median); in order of "
+        f"arrival, {format_seconds(short(in_order))}",
         "first token of the long one": f"{format_seconds(served[0].first_token_s)}; in order of arrival "
         f"{format_seconds(in_order[0].first_token_s)}",
         "longest gap between two tokens": format_seconds(max(max(g.gaps_s) for g in served)),
@@ -295,7 +299,7 @@ def _check_forward(tokens: Any, generations: Sequence[Generation]) -> None:
     if not isinstance(tokens, list | tuple) or len(tokens) != len(generations):
         raise Wrong(
             yours=tokens,
-            expected="a list with an integer for each generation, in their order",
+            expected="a list with an integer for each generation, in order",
             hint="Return how many tokens each gets, as in [12, 1, 1], including those that decode.",
         )
     for n, g in zip(tokens, generations, strict=True):

@@ -152,7 +152,7 @@ def test_check_records_a_solved_exercise_and_reset_forgets_it(capsys):
     assert records.solved() == {"99.1"}
     assert "99.1 ✓" in str(progress())
     reset()
-    assert "Forgot 1 solved exercise." in capsys.readouterr().out
+    assert "Cleared 1 solved exercise." in capsys.readouterr().out
     assert "99.1 ·" in str(progress())
 
 

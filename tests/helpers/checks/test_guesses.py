@@ -53,9 +53,9 @@ def test_guess_reads_choices_leniently(value):
 def test_guess_rejects_an_invalid_id_an_unknown_choice_and_too_few_numbers():
     with pytest.raises(ValueError, match="lesson and a letter"):
         guess("4.1", 3)
-    with pytest.raises(ValueError, match="choose one of yes, no; found maybe"):
+    with pytest.raises(ValueError, match="choose one of yes, no; got maybe"):
         guess("4a", "maybe", one_of=("yes", "no"))
-    with pytest.raises(ValueError, match="asks for 2 numbers; found 1 in '8'"):
+    with pytest.raises(ValueError, match="asks for 2 numbers; got 1 in '8'"):
         guess("4a", 8, numbers=2)
 
 

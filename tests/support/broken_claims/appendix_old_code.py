@@ -10,7 +10,7 @@ BROKEN = [
     ),
     Broken(
         "A14",
-        "the shell takes the line with spaces",
+        "the shell receives the line with spaces",
         old='    "CUDA_VISIBLE_DEVICES = 2,3 python show.py",',
         new='    "CUDA_VISIBLE_DEVICES=2,3 python show.py",',
     ),
@@ -23,13 +23,13 @@ BROKEN = [
     ),
     Broken(
         "A19",
-        "type=bool reads the word",
+        "type=bool parses the word",
         old='add_argument("--cuda", type=bool,',
         new='add_argument("--cuda", type=lambda word: word == "True",',
     ),
     Broken(
         "A20",
-        "zeros_like ignores the dtype of what it is like",
+        "zeros_like ignores its argument's dtype",
         before="patch('torch.zeros_like', lambda x, **given: torch.zeros(x.shape, **given))",
     ),
     Broken(
@@ -46,7 +46,7 @@ BROKEN = [
     ),
     Broken(
         "A22",
-        "a tensor of doubles is another class",
+        "a tensor of doubles has a different class",
         before="patch('torch.Tensor.double', lambda self: nn.Parameter(self))",
     ),
     Broken("A23", "wrapping keeps the history", before="Variable = lambda tensor: tensor"),

@@ -5,20 +5,20 @@ from broken_claims import Broken
 EDIT = "y.data.clamp_(-0.5, 0.5)"
 
 BROKEN = [
-    Broken("A24", "data is a copy", old=EDIT, new="y.data.clone().clamp_(-0.5, 0.5)"),
+    Broken("A24", ".data is a copy", old=EDIT, new="y.data.clone().clamp_(-0.5, 0.5)"),
     Broken("A24", "autograd sees the edit", old=EDIT, new="y = y.clamp(-0.5, 0.5)"),
     Broken("A25", "detach copies", old="alias = y.detach()", new="alias = y.detach().clone()"),
     Broken("A25", "detach hides the edit", old="alias = y.detach()", new="alias = y.data"),
     Broken(
         "A26",
-        "a result in between keeps its gradient",
+        "an intermediate result keeps its gradient",
         old="hidden = layer(image)\nhidden.tanh().sum().backward()",
         new="hidden = layer(image)\nhidden.retain_grad()\nhidden.tanh().sum().backward()",
         cell="leaves",
     ),
     Broken(
         "A26",
-        "the gradient of a result in between is that of tanh",
+        "an intermediate result's gradient is tanh's",
         old="hidden.retain_grad()\nhidden.tanh()",
         new="hidden.retain_grad()\nhidden.sin()",
         cell="retain",
@@ -30,7 +30,7 @@ BROKEN = [
         new="vector = torch.ones(3, 1)",
     ),
     Broken(
-        "A28", "item() hands out a tensor", before="patch('torch.Tensor.item', lambda self: self)"
+        "A28", "item() returns a tensor", before="patch('torch.Tensor.item', lambda self: self)"
     ),
     Broken(
         "A29",
@@ -52,7 +52,7 @@ BROKEN = [
     ),
     Broken(
         "A31",
-        "eval() stops the recording",
+        "eval() turns off recording",
         old="scores = model.eval()(images)",
         new="scores = model.eval()(images).detach()",
         cell="successors",

@@ -12,7 +12,7 @@ BROKEN = [
     ),
     Broken(
         "B01",
-        "the first dimension is cut, whatever dim says",
+        "the first dimension is split, whatever dim is",
         cell="dim-proved",
         old="gpus[:2], dim=1)(sequences)",
         new="gpus[:2])(sequences)",
@@ -32,7 +32,7 @@ BROKEN = [
     ),
     Broken(
         "B05",
-        "a batch is shared out evenly, so that all eight run",
+        "the batch is divided evenly, so all eight run",
         old="runs[8] = one_epoch(gpus)",
         new="evenly = lambda self, inputs, kwargs, ids: (\n"
         "    [(part.to(gpu),) for part, gpu in zip(inputs[0].tensor_split(8), gpus)], [{}] * 8)\n"
@@ -42,7 +42,7 @@ BROKEN = [
     ),
     Broken(
         "B06",
-        "one thread runs the replicas, in their order",
+        "one thread runs the replicas, in order",
         old="others_done.wait(timeout=30)",
         new="others_done.wait(timeout=0.1)",
         before=(
@@ -63,7 +63,7 @@ BROKEN = [
     ),
     Broken(
         "B08",
-        "the batch size is each GPU's share",
+        "the batch size is per GPU",
         old="share_sizes(size, gpus) for size in range",
         new="[size] * len(gpus) for size in range",
     ),
@@ -75,7 +75,7 @@ BROKEN = [
     ),
     Broken(
         "B32",
-        "without a GPU it complains",
+        "it raises an error without a GPU",
         expensive=True,
         old="print(parallel.device_ids,",
         new="import warnings; warnings.warn('no GPU'); print([],",

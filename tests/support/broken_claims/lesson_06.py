@@ -29,7 +29,7 @@ BROKEN = [
     ),
     Broken(
         "C03",
-        "the ranks do not meet: each has a world of its own",
+        "each rank is alone in its own process group",
         expensive=True,
         cell="by-hand-run",
         old="init_method=meeting_point, rank=rank, world_size=world_size",
@@ -37,7 +37,7 @@ BROKEN = [
     ),
     Broken(
         "C04",
-        "the rank without losses adds nothing, and comes",
+        "the rank without losses takes part, and adds nothing",
         expensive=True,
         cell="hang-asserted",
         old="        return None  # nothing to add here",

@@ -85,7 +85,7 @@ BROKEN = [
     ),
     Broken(
         "C15",
-        "inputs stay where they are",
+        "inputs are not moved",
         expensive=True,
         cell="device-ids-error",
         old="device_ids=[gpu.index] if ids else None",
@@ -135,7 +135,7 @@ BROKEN = [
     ),
     Broken(
         "C21",
-        "the other host's share of the training is lost",
+        "the other host's part of the training is lost",
         expensive=True,
         cell="resume-the-run",
         shorter=_TWO_EPOCHS,

@@ -46,7 +46,7 @@ BROKEN = [
     ),
     Broken(
         "D04",
-        "the halves come from another network",
+        "the halves are from a different network",
         expensive=True,
         cell="resnet-equal",
         old="cut(copy.deepcopy(whole), gpus)",

@@ -17,7 +17,7 @@ BROKEN = [
     ),
     Broken(
         "E02",
-        "each loss is divided by k after all",
+        "each loss is still divided by k",
         old="unscaled = gradients_of(model, losses_of(model, x, y, k, 1))",
         new="unscaled = gradients_of(model, losses_of(model, x, y, k, 1 / k))",
     ),
@@ -69,7 +69,7 @@ BROKEN = [
     ),
     Broken(
         "E07",
-        "the one checkpoint leaves the last layer out",
+        "the only checkpoint leaves out the last layer",
         cell="one-segment",
         old="checkpoint(chain, x, use_reentrant=False).sum().backward()\n\nchain",
         new="chain[-1](checkpoint(chain[:-1], x, use_reentrant=False)).sum().backward()\n\nchain",

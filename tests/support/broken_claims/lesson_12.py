@@ -22,14 +22,14 @@ BROKEN = [
     ),
     Broken(
         "F03",
-        "the second half is left out",
+        "the all-gather is left out",
         expensive=True,
         old="        dist.all_gather_single(joined, part)",
         new="        joined[: len(part)] = part",
     ),
     Broken(
         "F04",
-        "stage 1 sends an all-reduce",
+        "stage 1 calls all_reduce",
         expensive=True,
         old="            shard.grad = averaged_part(p.grad)\n            p.grad = None",
         new="            dist.all_reduce(p.grad)\n"
@@ -38,7 +38,7 @@ BROKEN = [
     ),
     Broken(
         "F04",
-        "stage 3 does not free what it has gathered",
+        "stage 3 does not free what it gathers",
         expensive=True,
         old="        p.grad = None\n        p.untyped_storage().resize_(0)\n\n    def step",
         new="        p.grad = None\n\n    def step",
@@ -89,14 +89,14 @@ BROKEN = [
     ),
     Broken(
         "F10",
-        "both sums are in float32",
+        "both sums are computed in float32",
         expensive=True,
         old="mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)",
         new="mp_policy=MixedPrecisionPolicy()",
     ),
     Broken(
         "F10",
-        "there is no policy",
+        "there is no mixed-precision policy",
         expensive=True,
         old="gpt_on(my_gpu(), LETTERS, partial(shard_each, mp_policy=BF16))",
         new="gpt_on(my_gpu(), LETTERS, shard_each)",
@@ -118,7 +118,7 @@ BROKEN = [
     ),
     Broken(
         "F13",
-        "each rank takes the norm of its part",
+        "each rank computes the norm of its own part",
         expensive=True,
         old="nn.utils.clip_grad_norm_(net.parameters(), 1e-3).full_tensor().item()",
         new="own",
@@ -153,6 +153,9 @@ BROKEN = [
         new="in_bf16, in_fp32 = shard_each",
     ),
     Broken(
-        "F18", "all ranks run equally many forwards", old="range(batches_of[rank])", new="range(2)"
+        "F18",
+        "all ranks run the same number of forwards",
+        old="range(batches_of[rank])",
+        new="range(2)",
     ),
 ]

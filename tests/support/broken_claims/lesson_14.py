@@ -53,7 +53,7 @@ BROKEN = [
     ),
     Broken(
         "H05",
-        "earlier sums are not scaled down when a higher score comes",
+        "earlier sums are not rescaled when a higher score appears",
         expensive=True,
         old="shrink * total + weights.sum(-1, keepdim=True), shrink * output + weights @ values",
         new="total + weights.sum(-1, keepdim=True), output + weights @ values",
@@ -76,7 +76,7 @@ BROKEN = [
     ),
     Broken(
         "H07",
-        "the router sends equally many tokens to each expert",
+        "the router sends the same number of tokens to each expert",
         expensive=True,
         old="scores, chosen = router(tokens).topk(best)",
         new="scores, chosen = router(tokens).topk(best)\n"

@@ -90,7 +90,7 @@ BROKEN = [
     ),
     Broken(
         "I10",
-        "each size sends the largest",
+        "every size sends as much as the largest",
         expensive=True,
         old="numbers = torch.zeros(size // 4)",
         new="numbers = torch.zeros(sizes[-1] // 4)",

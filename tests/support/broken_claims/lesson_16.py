@@ -5,20 +5,23 @@ from broken_claims import Broken
 BROKEN = [
     Broken(
         "L01",
-        "nobody comes late",
+        "no rank is late",
         expensive=True,
         old="time.sleep(0.1 if rank == 1 else 0)",
         new="time.sleep(0.1 if rank == 0 else 0)",
     ),
     Broken(
         "L02",
-        "ranks keep the numbers of their arrows",
+        "ranks keep their own arrow ids",
         expensive=True,
         old='event["id"] = event["id"] * len(traces) + rank',
         new="pass",
     ),
     Broken(
-        "L03", "both ranks have as many rows", old="ddp_steps(1, 8192)", new="ddp_steps(1, 4096)"
+        "L03",
+        "both ranks have the same number of rows",
+        old="ddp_steps(1, 8192)",
+        new="ddp_steps(1, 4096)",
     ),
     Broken(
         "L04",

@@ -5,7 +5,7 @@ from broken_claims import Broken
 BROKEN = [
     Broken(
         "J01",
-        "half of bfloat16's numbers are left out",
+        "half of bfloat16's values are left out",
         old="    return values[values.isfinite()]",
         new="    return values[values.isfinite()][::2]",
     ),
@@ -24,7 +24,7 @@ BROKEN = [
     ),
     Broken(
         "J03",
-        "each rank looks at the whole sum",
+        "each rank checks the full sum",
         expensive=True,
         old="found = shard.isinf().any().float()",
         new="found = everywhere.isinf().any().float()",
@@ -40,7 +40,7 @@ BROKEN = [
     ),
     Broken(
         "J05",
-        "both ways travel in float32",
+        "both runs send float32",
         expensive=True,
         old="mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)",
         new="mp_policy=MixedPrecisionPolicy()",
@@ -61,7 +61,7 @@ BROKEN = [
     ),
     Broken(
         "J06",
-        "the scale is not set by the largest number",
+        "the largest value does not determine the scale",
         cell="outliers-proved",
         old="    scale = most / largest.clamp(min=1e-30)",
         new="    scale = most / (100 * sizes.median())",
@@ -75,13 +75,13 @@ BROKEN = [
     ),
     Broken(
         "J07",
-        "the delayed scale knows the current step",
+        "the delayed scale already includes the current step",
         old='("delayed", max(largest[-history:], default=now))',
         new='("delayed", now)',
     ),
     Broken(
         "J08",
-        "the largest numbers are added",
+        "the largest values are summed",
         expensive=True,
         old="            dist.all_reduce(largest, dist.ReduceOp.MAX)\n    scale",
         new="            dist.all_reduce(largest)\n    scale",
@@ -116,7 +116,7 @@ BROKEN = [
     ),
     Broken(
         "J13",
-        "the plan's products stay in bfloat16",
+        "the plan's matmuls stay in bfloat16",
         expensive=True,
         old="gpu=H100_96, float8=float8)",
         new="gpu=H100_96)",

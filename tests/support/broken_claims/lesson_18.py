@@ -19,20 +19,20 @@ BROKEN = [
     ),
     Broken(
         "K02",
-        "every query head has a key",
+        "every query head has its own key",
         expensive=True,
         old="on_paper = 2 * LETTERS.layers * heads",
         new="on_paper = 2 * LETTERS.layers * LETTERS.heads",
     ),
     Broken(
         "K03",
-        "decoding takes a whole prompt again",
+        "decoding processes the whole prompt again",
         old="server.decode_s(1, 4096) / other.decode_s(1, 4096)",
         new="server.prefill_s(4097) / other.prefill_s(4097)",
     ),
     Broken(
         "K04",
-        "every user brings weights of its own",
+        "every user has separate weights",
         before="""
 one_s = Server.decode_s
 patch("vgpu.plan.serving.Server.decode_s", lambda self, batch, context: batch * one_s(self, 1, context))
@@ -49,14 +49,14 @@ patch("vgpu.plan.serving.Server.decode_s", lambda self, batch, context: batch * 
     ),
     Broken(
         "K06",
-        "the cache is gathered too",
+        "the cache is gathered, too",
         expensive=True,
         old="    dist.all_reduce(part)\n    return part\n\n\ndef on_ranks",
         new="    dist.all_reduce(part)\n    dist.all_reduce(part.clone())\n    return part\n\n\ndef on_ranks",
     ),
     Broken(
         "K07",
-        "the cache takes no room",
+        "the cache takes no memory",
         before='patch("vgpu.plan.serving.Server.cache_bytes_per_token", 1)\n',
     ),
     Broken(
@@ -83,7 +83,7 @@ patch("vgpu.plan.serving.Server.decode_s", lambda self, *a: whole_s(self, *a) / 
     ),
     Broken(
         "K10",
-        "both wait for the whole batch",
+        "continuous batching also waits for the whole batch",
         old="def continuous(requests, server=four):\n    return simulate_queue(server, requests, whole_prompts)",
         new="def continuous(requests, server=four):\n"
         "    return simulate_queue(server, requests, whole_prompts, static=True)",

@@ -36,7 +36,7 @@ class Draft:
         return self.world.names.get(name)
 
     def any(self, accept: Callable[[torch.Tensor], bool] = lambda t: True) -> str:
-        """Return an acceptable variable; raises StopIteration if there is none."""
+        """Return an acceptable variable; raise StopIteration if there is none."""
         return self.any_of(lambda name: accept(self.value(name)))
 
     def beside(self, name: str, accept: Callable[[torch.Tensor], bool] = lambda t: True) -> str:

@@ -37,7 +37,7 @@ def batch(step, rank, world_size):
 
 
 def trained(model, optimizer, device, rank, world_size, steps=STEPS, clip=None):
-    """Train for ``steps`` steps; returns the losses, and gradient norms if they're clipped."""
+    """Train for ``steps`` steps; return the losses, and gradient norms if they're clipped."""
     found = []
     for step in range(steps):
         images, labels = (part.to(device) for part in batch(step, rank, world_size))

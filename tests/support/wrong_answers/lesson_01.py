@@ -1,4 +1,4 @@
-"""Typical wrong answers of lesson 01, and a phrase of the message that each must get."""
+"""Typical mistakes in lesson 01's exercises, and the message that each must get."""
 
 from wrong_answers import template
 
@@ -51,12 +51,12 @@ WRONG = {
             _moving("if isinstance(batch, torch.Tensor):\n        batch.to(device)"),
             "keep what it returns",
         ),
-        # Always to the first GPU.
+        # Always moves to the first GPU.
         (
             _moving(last="return batch.to(devices.lab(2)[0])"),
             "goes to the device that was passed",
         ),
-        # The name of a single kind of GPU.
+        # Hard-codes one kind of GPU.
         (_moving(last="return batch.to('gpu:1')"), "Move a tensor to the device"),
         # Accepts anything with a method of that name.
         (
@@ -158,7 +158,7 @@ WRONG = {
         (_script(mean="self.mean = nn.Parameter(torch.full((4,), 0.5))"), "mean is a parameter"),
         # The mean is gone, and the fault with it.
         (_script(mean="", centered="0.5"), "mean is gone"),
-        # No error any more, since everything stays on the CPU.
+        # There's no error anymore, since everything stays on the CPU.
         (
             _script(**_ON_THE_CPU, last="return loss.detach().numpy()"),
             "The entire model must be on the device",

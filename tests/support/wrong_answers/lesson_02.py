@@ -1,4 +1,4 @@
-"""Typical mistakes in lesson 02, with a phrase of the hint that each must get."""
+"""Typical mistakes in lesson 02's exercises, and the message that each must get."""
 
 from wrong_answers import template
 

@@ -1,4 +1,4 @@
-"""Typical mistakes of lesson 03, each with a phrase of the message that it must get."""
+"""Typical mistakes in lesson 03's exercises, and the message that each must get."""
 
 from wrong_answers import template
 

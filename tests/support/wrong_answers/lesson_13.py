@@ -147,13 +147,13 @@ def row_linear(x, weight, bias):
             _share(
                 '"attention": prepare(WHOLE, None, None)', '"feed_forward": prepare(WHOLE)'
             ).replace("desired_input_layouts=", "use_local_output=True, desired_input_layouts="),
-            "hand on DTensors",
+            "pass on DTensors",
         ),
         (
             _share('"attention": prepare(SUM, None, None)', '"feed_forward": prepare(SUM)').replace(
                 "desired_input_layouts=layouts", "desired_input_layouts=(WHOLE, *layouts[1:])"
             ),
-            "An input has a placement that it doesn't have",
+            "declared with a placement that it doesn't have",
         ),
         (
             _share(
@@ -161,7 +161,7 @@ def row_linear(x, weight, bias):
             ).replace(
                 "desired_input_layouts=layouts", "desired_input_layouts=(WHOLE, *layouts[1:])"
             ),
-            "gets a different part than it expects",
+            "gets a different part from the one it expects",
         ),
         (
             _share('"attention": prepare(WHOLE, None, None)').replace("**first_plan,", ""),

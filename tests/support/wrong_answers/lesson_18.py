@@ -74,14 +74,14 @@ def bytes_on_gpu(sizes, sequences, tokens, bits, tp):
 
 WRONG = {
     "18.1": [
-        (_cache(before="False"), "the new ones only"),
+        (_cache(before="False"), "only the new ones"),
         (_cache(kept=""), "The next pass needs them all"),
         (_cache(kept="key=key"), "The next pass needs them all"),
         (
             _cache(
                 joined='torch.cat([cache["key"], key], 1), torch.cat([cache["value"], value], 1)'
             ).replace("if cache", "if cache and key.size(2) == cache['key'].size(2)"),
-            "the new ones only",
+            "only the new ones",
         ),
         (
             _cache(

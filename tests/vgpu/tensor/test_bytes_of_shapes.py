@@ -17,7 +17,7 @@ ROWS, CHANNELS, WORDS = (64, 128), (4, 32, 8, 8), (8, 32, 64)
 
 
 class Calls(nn.Module):
-    """Passes an input ``times`` times to a module or function; returns its first result."""
+    """Passes an input to a module or function ``times`` times; returns the first result."""
 
     def __init__(self, called, times=1, **options):
         super().__init__()
