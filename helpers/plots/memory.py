@@ -272,12 +272,14 @@ def held_by_cause(
     message: str = "What each GPU holds",
     how: str = "bytes counted, shapes only",
     unit: str = "GB",
+    marks: Mapping[str, float] | None = None,
 ) -> None:
     """Plot the bytes on one GPU by cause: a stacked bar for each entry, and the capacity as a dashed line.
 
-    ``unit`` is GB, GiB or MiB.
+    ``unit`` is GB, GiB or MiB. ``marks`` are one or two labels with their bytes, in ascending order;
+    they point at places above the bars.
     """
-    fig, axes = figure(width=8, height=1.1 + 0.45 * len(held))
+    fig, axes = figure(width=8, height=1.1 + 0.45 * len(held) + (0.4 if marks else 0))
     names = list(held)[::-1]
     sizes = {
         cause: [held[name].get(cause, 0) / _UNITS[unit] for name in names]
@@ -302,6 +304,19 @@ def held_by_cause(
             fontsize=9,
             # The dashed line may run behind the text.
             bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "linewidth": 0},
+        )
+    marked = {label: size / _UNITS[unit] for label, size in (marks or {}).items()}
+    for (label, spot), side in zip(marked.items(), ("right", "left"), strict=False):
+        axes.plot([spot], [len(names) - 0.55], "v", color="black", ms=6, clip_on=False)
+        axes.text(
+            spot + (widest / 150 if side == "left" else -widest / 150), len(names) - 0.33,
+            f"{label}: {spot:.1f} {unit}", ha=side, fontsize=9,
+            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "linewidth": 0},
+        )  # fmt: skip
+    if marked:
+        axes.set_ylim(-0.5, len(names))
+        room += (
+            f" Marked: {', '.join(f'{label} {spot:.1f} {unit}' for label, spot in marked.items())}."
         )
     axes.set_yticks(range(len(names)), names)
     axes.set(xlim=(0, widest * 1.3), xlabel=f"{unit} on each GPU")

@@ -168,14 +168,16 @@ def held(tensors: Sequence[tuple[str, str, int, int, str]], gpus: int, message: 
             raise ValueError(
                 f"unknown part of {tensor.name}: {tensor.part!r}; expected one of {', '.join(_SAID)}"
             )
-    scale = 2.0 / max(max(tensor.rows, tensor.columns) for tensor in drawn)
+    scale = 1.4 / max(max(tensor.rows, tensor.columns) for tensor in drawn)
     height = scale * max(tensor.rows for tensor in drawn)
     places, width = [], 0.9
     for tensor in drawn:
         width += 0.16 * len(tensor.before) + 0.2
         places.append(width)
         width += max(scale * tensor.columns, 0.11 * len(tensor.name)) + 0.25
-    fig, axes = figure(width=min(9.0, 0.9 * width), height=0.9 + gpus * (height + 0.35) * 0.8)
+    fig, axes = figure(
+        width=min(9.0, max(5.0, 0.9 * width)), height=0.9 + gpus * (height + 0.35) * 0.8
+    )
     for gpu in range(gpus):
         middle = gpu * (height + 0.35)
         axes.text(0.0, middle, f"GPU {gpu}", va="center")
@@ -186,7 +188,7 @@ def held(tensors: Sequence[tuple[str, str, int, int, str]], gpus: int, message: 
         center = left + scale * tensor.columns / 2
         axes.text(center, -height / 2 - 0.22, tensor.name, ha="center", fontsize=9)
     axes.set(xlim=(-0.05, width), ylim=(gpus * (height + 0.35) - height / 2, -height / 2 - 0.45))
-    axes.set_aspect("equal")
+    axes.set_aspect("equal", anchor="W")
     axes.axis("off")
     said = {WHOLE: "gray: the same on each GPU", PARTIAL: "hatched: part of a sum"}
     parts = [tensor.part for tensor in drawn]

@@ -243,7 +243,8 @@ def timelines(
 ) -> None:
     """Draw multiple recordings, one below the other, on one time scale, with their names as titles.
 
-    They share one legend. ``lane_names`` are the names of each recording's lanes, from top to bottom.
+    They share one legend. ``lane_names`` are the names of each recording's lanes, from top to bottom;
+    a recording may have fewer lanes.
     """
     end_s = max(record.makespan_s for record in records.values())
     every = {
@@ -251,7 +252,7 @@ def timelines(
     }
     if lane_names is not None:
         every = {
-            name: (dict(zip(lane_names, lanes.values(), strict=True)), 0)
+            name: (dict(zip(lane_names[: len(lanes)], lanes.values(), strict=True)), 0)
             for name, (lanes, _) in every.items()
         }
     heights = [_TOP + _BOTTOM + _LANE * len(lanes) for lanes, _ in every.values()]

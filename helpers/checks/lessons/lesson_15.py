@@ -98,7 +98,7 @@ def _expect_near(yours: float, expected: float, within: float, unit: str, hint: 
 
 
 GPU_HOURS = 64 * 28 * 24
-TARGET = 1.15
+TARGET = 1.28
 """The required speed, relative to ``_as_on_256``."""
 
 
@@ -153,10 +153,15 @@ def _slow_hint(step: ExtrapolatedStep) -> str:
             f"The GPU waits for {waiting:.0%} of the step: use a smaller tp, or more tokens per "
             "GPU, to hide more."
         )
+    if step.plan.layout.tp > 1 and waiting > 0.02:
+        return (
+            f"The GPU waits for {waiting:.0%} of the step, above all for tensor parallelism's "
+            "collectives: do these layers have to be split?"
+        )
     if step.plan.recompute == "full":
         return (
-            "The GPU computes all the time, but part of that is recomputation: free some memory to "
-            "recompute less."
+            "The GPU computes all the time. If memory is left, more sequences spread the update and a "
+            "step's beginning and end over more tokens; or recompute less."
         )
     return "There's little recomputation and little waiting: use the remaining memory for tokens."
 

@@ -14,9 +14,8 @@ BROKEN = [
     Broken(
         "G02",
         "the sum comes before the activation function",
-        expensive=True,
-        old="    total = activation(part)\n    dist.all_reduce(total)  # too late?\n",
-        new="    dist.all_reduce(part)\n    total = activation(part)\n",
+        old="(sum(map(f, by_rows)) - f(x @ w))",
+        new="(f(sum(by_rows)) - f(x @ w))",
     ),
     Broken(
         "G03",

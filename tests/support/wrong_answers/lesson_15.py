@@ -73,6 +73,15 @@ WRONG = {
             'my_plan = Plan(LLAMA["70B"], Layout(dp_shard=8, tp=8), batch=8, recompute="full")',
             "a smaller tp",
         ),
+        # The faster one of guess 15c, copied.
+        (
+            'my_plan = Plan(LLAMA["70B"], Layout(dp_shard=64), batch=1, recompute="full")',
+            "more sequences spread the update",
+        ),
+        (
+            'my_plan = Plan(LLAMA["70B"], Layout(dp_shard=32, tp=2), batch=4, recompute="full")',
+            "do these layers have to be split",
+        ),
     ],
     "15.3": [
         (
