@@ -156,7 +156,7 @@ def _numbers(axes: Axes, simulated: SimulatedSchedule, factor: float, end: float
 
 
 @cache
-def number_path(text: str, size: int = 8) -> Path:
+def number_path(text: str, size: int) -> Path:
     """Return the outline of a number at ``size`` points, centered at the origin."""
     outline = TextPath((0, 0), text, size=size)
     x0, y0, x1, y1 = outline.get_extents().extents

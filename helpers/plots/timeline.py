@@ -336,6 +336,8 @@ def _number_pieces(axes: Axes, lanes: Mapping[str, list[TraceEvent]], factor: fl
         starts = [e.start_s for e in forwards if (e.module, e.name) == (module, name)]
         own = [event for event in backwards if event.module == module]
         ends = [event.end_s for event in own if event.name == own[0].name]
+        each = max(1, len(ends) // len(starts))  # a Linear's backward, for example, is two matmuls
+        ends = ends[each - 1 :: each]
         passes = [
             *(("white", e, forwards) for e in pairwise([*starts, forwards[-1].end_s])),
             *(("black", e, backwards) for e in pairwise([backwards[0].start_s, *ends])),
