@@ -295,14 +295,15 @@ def held_by_cause(
         widest = max(widest, capacity)
         room = f" The capacity is {capacity:.0f} {unit}."
     for place, total in enumerate(ends):
+        # A label that would lie across the dashed line is moved behind it.
+        across = capacity_bytes is not None and total < capacity < total + 0.2 * widest
         axes.annotate(
             f"{total:.1f} {unit}",
-            (total, place),
+            (capacity if across else total, place),
             (4, 0),
             textcoords="offset points",
             va="center",
             fontsize=9,
-            # The dashed line may run behind the text.
             bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "linewidth": 0},
         )
     marked = {label: size / _UNITS[unit] for label, size in (marks or {}).items()}

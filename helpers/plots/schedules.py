@@ -28,6 +28,8 @@ _LOOKS = {
 }
 # Numbers are shown if their boxes have at least this much room, in inches per digit.
 _DIGIT_INCHES = 0.085
+# With less room than this for a digit, all of a figure's numbers are smaller.
+_AMPLE_INCHES = 0.13
 
 
 def schedule(
@@ -124,19 +126,19 @@ def _numbers(axes: Axes, simulated: SimulatedSchedule, factor: float, end: float
     assert fig is not None
     inches = fig.get_figwidth() * 0.75 / end
     # Boxes of one kind are either all numbered or all unnumbered.
-    cramped = {
-        box.action.kind
-        for boxes in simulated.boxes
-        for box in boxes
-        if (box.end - box.start) * factor * inches
-        < _DIGIT_INCHES * len(str(box.action.micro_batch))
-    }
+    room: dict[str, float] = {}  # for a digit, in the narrowest box of each kind
+    for box in (box for boxes in simulated.boxes for box in boxes):
+        digit = (box.end - box.start) * factor * inches / len(str(box.action.micro_batch))
+        room[box.action.kind] = min(digit, room.get(box.action.kind, digit))
+    cramped = {kind for kind, digit in room.items() if digit < _DIGIT_INCHES}
+    ample = all(digit >= _AMPLE_INCHES for kind, digit in room.items() if kind not in cramped)
+    size = 8 if ample else 6
     written, middles, inks = [], [], []
     for row, boxes in enumerate(simulated.boxes):
         for box in boxes:
             text = str(box.action.micro_batch)
             if box.action.kind not in cramped:
-                written.append(number_path(text))
+                written.append(number_path(text, size))
                 middles.append(((box.start + box.end) / 2 * factor, row))
                 chunk = box.action.stage // simulated.schedule.devices
                 inks.append(_ink(_color(box.action.kind, chunk)))
@@ -154,9 +156,9 @@ def _numbers(axes: Axes, simulated: SimulatedSchedule, factor: float, end: float
 
 
 @cache
-def number_path(text: str) -> Path:
-    """Return the outline of a number at 8 points, centered at the origin."""
-    outline = TextPath((0, 0), text, size=8)
+def number_path(text: str, size: int) -> Path:
+    """Return the outline of a number at ``size`` points, centered at the origin."""
+    outline = TextPath((0, 0), text, size=size)
     x0, y0, x1, y1 = outline.get_extents().extents
     return Affine2D().translate(-(x0 + x1) / 2, -(y0 + y1) / 2).transform_path(outline)
 

@@ -1,6 +1,7 @@
 """Figures for virtual time: one lane per stream, one bar per stretch of one kind of work."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ def timeline(
     until_s: float | None = None,
     devices: Sequence[torch.device] | None = None,
     lane_names: Sequence[str] | None = None,
+    notes: Mapping[str, tuple[int, float, float]] | None = None,
 ) -> None:
     """Draw a recording, one lane for each stream of each GPU, with ``message`` as the title.
 
@@ -52,7 +54,8 @@ def timeline(
     arrives and is hatched until the last rank has arrived, and the host's lane also shows when rank 0's
     host works. ``until_s`` is the end of the axis; set it to draw multiple recordings on one scale.
     ``devices`` are the GPUs to draw, by default all of them. ``lane_names`` are the lanes' names, from top
-    to bottom. Without ``axes``, a figure is created and shown. Non-default streams whose bars would all be
+    to bottom. ``notes`` are texts to write in a lane, each between two times in seconds. Without ``axes``,
+    a figure is created and shown. Non-default streams whose bars would all be
     hairlines are left out, and the line below the title says how many.
     """
     end_s = until_s or record.makespan_s or 1.0
@@ -76,7 +79,11 @@ def timeline(
     axes.set_position((0.15, _BOTTOM / height, 0.67, 1 - (_TOP + _BOTTOM) / height))
     fig.add_artist(Rectangle((0, 0), 1, 1, transform=fig.transFigure, fill=False, linewidth=0))
     _draw(axes, record, message, lanes, end_s, left_out)
-    show(fig, _alt(record, lanes))
+    for text, (lane, start_s, stop_s) in (notes or {}).items():
+        middle = (start_s + stop_s) / 2 * _unit(end_s)[0]
+        axes.text(middle, lane, text, ha="center", va="center", fontsize=8)
+    said = f" In the gaps: {'; '.join(notes)}." if notes else ""
+    show(fig, _alt(record, lanes) + said)
 
 
 def overlap(record: Timeline, message: str) -> None:
@@ -240,11 +247,13 @@ def timelines(
     host: bool = False,
     devices: Sequence[torch.device] | None = None,
     lane_names: Sequence[str] | None = None,
+    numbered: Sequence[str] = (),
 ) -> None:
     """Draw multiple recordings, one below the other, on one time scale, with their names as titles.
 
     They share one legend. ``lane_names`` are the names of each recording's lanes, from top to bottom;
-    a recording may have fewer lanes.
+    a recording may have fewer lanes. In the recordings named in ``numbered``, each piece of the batch
+    gets its number.
     """
     end_s = max(record.makespan_s for record in records.values())
     every = {
@@ -267,6 +276,8 @@ def timelines(
     for axes, (name, record) in zip(grid.flat, records.items(), strict=True):
         lanes, left_out = every[name]
         _draw(axes, record, name, lanes, end_s, left_out)
+        if name in numbered:
+            _number_pieces(axes, lanes, _unit(end_s)[0])
         handles |= _without_legend(axes)
     legend_beside(grid.flat[0], handles=[handles[kind] for kind in _OF_KIND if kind in handles])
     summary = (f"{name}: {_alt(record, every[name][0])}" for name, record in records.items())
@@ -281,7 +292,7 @@ def _draw(
     end_s: float,
     left_out: int,
 ) -> None:
-    factor, unit = (1.0, "s") if end_s >= 1 else (1e3, "ms") if end_s >= 1e-3 else (1e6, "µs")
+    factor, unit = _unit(end_s)
     for row, events in enumerate(lanes.values()):
         bars: dict[str, list[tuple[float, float]]] = {}
         for kind, start_s, stop_s in stretches(events, end_s * _INVISIBLE):
@@ -330,6 +341,41 @@ def _without_legend(axes: Axes) -> dict[str, Any]:
     legend: Any = axes.get_legend()
     legend.remove()
     return {handle.get_label(): handle for handle in legend.legend_handles}
+
+
+def _unit(end_s: float) -> tuple[float, str]:
+    """Return the unit for an axis that ends at ``end_s``: its number in a second, and its name."""
+    return (1.0, "s") if end_s >= 1 else (1e3, "ms") if end_s >= 1e-3 else (1e6, "µs")
+
+
+def _number_pieces(axes: Axes, lanes: Mapping[str, list[TraceEvent]], factor: float) -> None:
+    """Write a piece's number on its forward and on its backward pass through each lane's stage.
+
+    A pass begins with the forward of the lane's first module, and ends with its backward. Autograd
+    runs the last piece backward first.
+    """
+    for row, events in enumerate(lanes.values()):
+        kernels = [event for event in events if event.kind == "kernel" and event.module]
+        forwards = [event for event in kernels if not event.backward]
+        backwards = [event for event in kernels if event.backward]
+        if not forwards or not backwards:
+            continue
+        module, name = forwards[0].module, forwards[0].name
+        starts = [e.start_s for e in forwards if (e.module, e.name) == (module, name)]
+        own = [event for event in backwards if event.module == module]
+        ends = [event.end_s for event in own if event.name == own[0].name]
+        each = max(1, len(ends) // len(starts))  # a Linear's backward, for example, is two matmuls
+        ends = ends[each - 1 :: each]
+        passes = [
+            *(("white", e, forwards) for e in pairwise([*starts, forwards[-1].end_s])),
+            *(("black", e, backwards) for e in pairwise([backwards[0].start_s, *ends])),
+        ]
+        numbers = [*range(1, len(starts) + 1), *range(len(ends), 0, -1)]
+        for number, (color, (begin_s, end_s), kind) in zip(numbers, passes, strict=True):
+            inside = [event for event in kind if begin_s <= event.start_s < end_s]
+            middle = (inside[0].start_s + inside[-1].end_s) / 2 * factor
+            place: Any = {"ha": "center", "va": "center", "fontsize": 8, "color": color}
+            axes.text(middle, row, str(number), **place)
 
 
 def _alt(record: Timeline, lanes: Mapping[str, list[TraceEvent]]) -> str:

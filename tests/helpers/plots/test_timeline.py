@@ -3,6 +3,7 @@
 import itertools
 
 import matplotlib
+import matplotlib.pyplot
 import pytest
 import torch
 from torch import nn
@@ -197,3 +198,39 @@ def test_spans_add_up_each_group_of_each_lane(monkeypatch):
     event = {"ts": 5.0, "dur": 2000.0}
     spans({"rank 0": {"load": [event, event]}, "rank 1": {"load": [event]}}, "Who loads?")
     assert "rank 0: load 4 ms; rank 1: load 2 ms" in alts[0]
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """The texts in the figures drawn, apart from the line below the title."""
+    texts = []
+
+    def keep(_):
+        every = matplotlib.pyplot.gca().texts
+        texts.extend(text for text in every if not text.get_text().startswith("virtual time"))
+
+    monkeypatch.setattr(style, "display", keep)
+    return texts
+
+
+def test_pieces_are_numbered_forward_and_then_backward_from_the_last(written):
+    with vgpu.enable(1, gpu="K80"), vgpu.shapes_only():
+        layer = nn.Linear(64, 64).to("vgpu:0")
+        batch = torch.randn(4096, 64, device="vgpu:0")
+        with vgpu.record() as found:
+            pieces = [layer(piece.requires_grad_()) for piece in batch.split(1024)]
+            torch.cat(pieces).sum().backward()
+    timelines({"pieces": found})
+    assert written == []
+    timelines({"pieces": found}, numbered=["pieces"])
+    assert [text.get_text() for text in written] == [*"1234", *"4321"]
+    places = [text.get_position()[0] for text in written]
+    assert places == sorted(places)
+
+
+def test_a_note_is_written_in_its_lane_between_its_times(recorded, written):
+    timeline(recorded, notes={"idle": (1, 0.0, recorded.makespan_s)})
+    (note,) = written
+    x, lane = note.get_position()
+    assert (note.get_text(), lane) == ("idle", 1)
+    assert x == pytest.approx(sum(note.axes.get_xlim()) / 2)

@@ -208,9 +208,15 @@ def test_the_figure_numbers_every_box_with_its_micro_batch(numbers):
     plots.schedule(simulated, factor=10)
     (((outlines, places),),) = numbers
     boxes = [(row, box) for row, boxes in enumerate(simulated.boxes) for box in boxes]
-    assert outlines == [number_path(str(box.action.micro_batch)) for _, box in boxes]
+    assert outlines == [number_path(str(box.action.micro_batch), 8) for _, box in boxes]
     assert places == [[5 * (box.start + box.end), row] for row, box in boxes]
-    assert number_path("1") is not number_path("2")
+    assert number_path("1", 8) is not number_path("2", 8)
+
+
+def test_numbers_in_narrow_boxes_are_smaller(numbers):
+    plots.schedule(simulate(schedules.interleaved(4, 8, 2)))
+    (((outlines, _),),) = numbers
+    assert {id(each) for each in outlines} == {id(number_path(str(i), 6)) for i in range(8)}
 
 
 def test_boxes_without_room_have_no_number(numbers):
