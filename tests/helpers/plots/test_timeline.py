@@ -135,6 +135,7 @@ def test_as_in_trace_starts_a_collective_when_its_own_rank_arrives(monkeypatch):
     assert "host of rank 0 host at work" in alts[0]
 
 
+@pytest.mark.virtual_gpus(2)
 def test_lanes_of_joined_ranks_are_numbered_by_rank():
     devices = [torch.device("vgpu", index) for index in range(2)]
     joined = vgpu.Timeline("made by hand", devices, ranks=[0, 64])
