@@ -170,8 +170,8 @@ def latency_and_throughput(
         _, waits_s, speeds = zip(*points, strict=True)
         axes.plot([1e3 * s for s in waits_s], speeds, "o-", ms=4, color=color, label=name)
         batch, wait_s, speed = points[-1]
-        below: Any = {"textcoords": "offset points", "xytext": (0, -6), "fontsize": 8, "va": "top"}
-        axes.annotate(f"{batch}: full", (1e3 * wait_s, speed), color=color, ha="center", **below)
+        beside: Any = {"textcoords": "offset points", "xytext": (6, 0), "fontsize": 8}
+        axes.annotate(f"{batch}: full", (1e3 * wait_s, speed), color=color, va="center", **beside)
     above: Any = {"textcoords": "offset points", "xytext": (-5, 4), "fontsize": 8, "ha": "right"}
     for points, bend, color in zip(curves.values(), bends, SERIES, strict=False):
         for (small, *low), (large, *high) in itertools.pairwise(points):
@@ -184,7 +184,7 @@ def latency_and_throughput(
     place = 1e3 * first[1], first[2]
     axes.annotate("1 user  ", place, fontsize=8, ha="right", va="center")
     axes.set(xlabel="time per token for each user (ms)", ylabel="tokens/s, all users", yscale="log")
-    axes.margins(x=0.15)  # room for the last batch size
+    axes.margins(x=0.2)  # room for the last batch size
     axes.set_xlim(left=0)
     legend_beside(axes, fontsize=9)
     title(axes, message, how)
