@@ -203,7 +203,8 @@ def four_parts(
         _arrow(axes, (3, row), (4, 0))
         if row > 0:
             _arrow(axes, (2, row - 1), (2, row), down=True)
-    _box(axes, 4, 0, f"output\n{_by(output)}", "orange")
+    after = f"output {_by(output)}\nand its loss" if backward else f"output\n{_by(output)}"
+    _box(axes, 4, 0, after, "orange")
     if backward:
         _draw_gradients(axes, weights)
     axes.set(xlim=(-1.2, len(columns) - 0.5), ylim=(len(gpus) - 0.55, -0.85))
@@ -219,7 +220,8 @@ def four_parts(
         f"model's {weights[0]:,} parameters are copied from {gpus[0]} to the others. Each replica's "
         f"output goes back to {gpus[0]}: {_by(output)} in total."
         + (
-            f" In backward, each GPU computes its own gradients, which are summed on {gpus[0]}."
+            f" Backward starts at the loss on {gpus[0]}; each GPU computes its own gradients, which are "
+            f"summed on {gpus[0]}."
             if backward
             else ""
         ),
