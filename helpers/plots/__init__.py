@@ -70,6 +70,7 @@ from helpers.plots.times import (
 from helpers.plots.training import (
     by_batch,
     digit_grid,
+    first_to_differ,
     learned,
     learning_curves,
     network,
@@ -92,6 +93,7 @@ __all__ = [
     "errors_by_ranks",
     "expert_load",
     "figure",
+    "first_to_differ",
     "fitting",
     "formats",
     "forwards",

@@ -203,7 +203,8 @@ def four_parts(
         _arrow(axes, (3, row), (4, 0))
         if row > 0:
             _arrow(axes, (2, row - 1), (2, row), down=True)
-    _box(axes, 4, 0, f"output\n{_by(output)}", "orange")
+    after = f"output {_by(output)}\nand its loss" if backward else f"output\n{_by(output)}"
+    _box(axes, 4, 0, after, "orange")
     if backward:
         _draw_gradients(axes, weights)
     axes.set(xlim=(-1.2, len(columns) - 0.5), ylim=(len(gpus) - 0.55, -0.85))
@@ -219,7 +220,8 @@ def four_parts(
         f"model's {weights[0]:,} parameters are copied from {gpus[0]} to the others. Each replica's "
         f"output goes back to {gpus[0]}: {_by(output)} in total."
         + (
-            f" In backward, each GPU computes its own gradients, which are summed on {gpus[0]}."
+            f" Backward starts at the loss on {gpus[0]}; each GPU computes its own gradients, which are "
+            f"summed on {gpus[0]}."
             if backward
             else ""
         ),
@@ -269,29 +271,42 @@ def _arrow(
     )
 
 
-def iteration(steps: Sequence[Snapshot], at_the_peak: str = "") -> None:
+def iteration(steps: Sequence[Snapshot], at_the_peak: Mapping[str, int] | None = None) -> None:
     """Plot MiB by cause: a panel per GPU, a stacked bar for the state after each step, peaks marked.
 
-    ``at_the_peak``, written next to the first GPU's highest peak, says what it consists of.
+    ``at_the_peak`` names the largest tensors at the first GPU's highest peak, with their bytes;
+    they are drawn beside its panel, on the same scale, above the rest of that peak.
     """
     gpus = list(steps[-1].by_cause)
-    fig, panels = figure(len(gpus), 1, width=8, height=2.2 * len(gpus), sharex=True, sharey=True)
+    most = max(step.peak_bytes[gpus[0]] for step in steps)
+    if at_the_peak and sum(at_the_peak.values()) > most:
+        raise ValueError(f"the peak is {most} bytes, fewer than those of {[*at_the_peak]}")
+    fig, grid = figure(
+        len(gpus),
+        2 if at_the_peak else 1,
+        width=8,
+        height=2.2 * len(gpus),
+        sharex="col",
+        sharey=True,
+        squeeze=False,
+        gridspec_kw={"width_ratios": (3.4, 1)} if at_the_peak else None,
+    )
+    panels = grid[:, 0]
+    places = range(len(steps))
     for gpu, axes in zip(gpus, panels, strict=True):
         sizes = {
             cause: [step.by_cause[gpu].get(cause, 0) / MIB for step in steps]
             for cause in steps[-1].by_cause[gpu]
         }
-        stacked_bars(axes, range(len(steps)), sizes, CAUSE_COLORS, width=0.7)
+        stacked_bars(axes, places, sizes, CAUSE_COLORS, width=0.7)
         peaks = [step.peak_bytes[gpu] / MIB for step in steps]
-        places = range(len(steps))
         # A white outline sets the peak line off from dark parts of a bar.
         rim = [withStroke(linewidth=4, foreground="white")]
         ends = [x - 0.42 for x in places], [x + 0.42 for x in places]
         axes.hlines(peaks, *ends, color="black", path_effects=rim)
         highest = max(places, key=lambda place: peaks[place])
         axes.annotate(
-            f"peak {peaks[highest]:.1f}"
-            + (f": {at_the_peak}" if at_the_peak and gpu == gpus[0] else ""),
+            f"peak {peaks[highest]:.1f}",
             (highest, peaks[highest]),
             xytext=(0, 5),
             textcoords="offset points",
@@ -301,19 +316,46 @@ def iteration(steps: Sequence[Snapshot], at_the_peak: str = "") -> None:
         axes.set_ylabel(f"{gpu}\nMiB")
     top = max(step.peak_bytes[gpu] for step in steps for gpu in gpus) / MIB
     panels[0].set_ylim(0, 1.25 * top)
-    panels[-1].set_xticks(range(len(steps)), [_two_lines(step.step) for step in steps], fontsize=8)
+    panels[-1].set_xticks(places, [_two_lines(step.step) for step in steps], fontsize=8)
     panels[0].legend(loc="upper left", ncols=2, fontsize=8)
-    headline(fig, "GPU 0 holds what the others don't", "counted; a line marks the peak")
+    others = "GPU 1 doesn't" if len(gpus) == 2 else "the others don't"
+    headline(fig, f"GPU 0 holds what {others}", "counted; a line marks the peak")
+    peak = ""
+    if at_the_peak:
+        for axes in grid[1:, 1]:
+            axes.set_axis_off()
+        peak = _pile_up(grid[0, 1], steps, gpus[0], at_the_peak)
     summary = "; ".join(
         f"{gpu} holds "
         + ", ".join(f"{format_bytes(step.total_bytes(gpu))} after {step.step}" for step in steps)
         + f", and {format_bytes(max(step.peak_bytes[gpu] for step in steps))} at its peak"
         for gpu in gpus
     )
-    show(
-        fig,
-        f"Stacked bars of bytes by cause, a panel for each GPU and a bar for each step: {summary}.",
+    bars = (
+        f"Stacked bars of bytes by cause, a panel for each GPU and a bar for each step: {summary}."
     )
+    show(fig, bars + peak)
+
+
+def _pile_up(
+    axes: Axes, steps: Sequence[Snapshot], gpu: torch.device, tensors: Mapping[str, int]
+) -> str:
+    """Draw a box for each tensor at the GPU's highest peak; return the alternative text."""
+    highest = max(steps, key=lambda step: step.peak_bytes[gpu])
+    rest = highest.peak_bytes[gpu] - sum(tensors.values())
+    bottom = 0.0
+    for name, size in {"the rest": rest, **tensors}.items():
+        color = "#EEEEEE" if name == "the rest" else "#D5D5D5"
+        axes.bar(0, size / MIB, 1, bottom, color=color, edgecolor="black", linewidth=0.8)
+        axes.text(0, bottom + size / MIB / 2, name, ha="center", va="center", fontsize=8)
+        bottom += size / MIB
+    axes.set_xlim(-0.52, 0.52)
+    axes.grid(visible=False)
+    axes.set_xticks([])
+    step = highest.step.partition(" ")[0]
+    axes.set_title(f"peak of step {step}, {gpu}", fontsize=8)
+    each = ", ".join(f"{name} {format_bytes(size)}" for name, size in tensors.items())
+    return f" At the peak of step {step}, {gpu} holds {each}, and {format_bytes(rest)} of the rest."
 
 
 def one_step(step: Snapshot, most_bytes: int) -> None:

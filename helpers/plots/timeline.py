@@ -91,13 +91,22 @@ def overlap(record: Timeline, message: str) -> None:
 
     The rank's last backward kernels, after the last all-reduce, are its copies out of the buckets.
     """
+    events = record.of(record.devices[0])
+    reduced_s = max(event.end_s for event in events if event.name == "all_reduce")
     lanes, left_out = visible(lanes_of(record, devices=record.devices[:1]), record.makespan_s)
+    # Autograd launches the copies, but by then, backward is over.
+    lanes = {
+        name: [
+            event._replace(backward=False, module="") if event.start_s >= reduced_s else event
+            for event in lane
+        ]
+        for name, lane in lanes.items()
+    }
     assert len(lanes) == 2, f"a lane for computing and one for collectives, not {[*lanes]}"
     fig, axes = figure(width=8.5, height=2.5)
     _draw(axes, record, message, lanes, record.makespan_s, left_out)
     factor = 1e3 if axes.get_xlabel() == "ms" else 1e6
     notes: dict[str, tuple[float, int, str]] = {}  # (time, lane, alignment)
-    events = record.of(record.devices[0])
     sends = [event for event in events if event.kind == "collective"]
     buffers = [event for event in sends if event.name == "broadcast"]
     if buffers:
@@ -105,7 +114,7 @@ def overlap(record: Timeline, message: str) -> None:
     reduces = [event for event in sends if event.name == "all_reduce"]
     for event in reduces:
         notes[format_bytes(event.size_bytes)] = (event.start_s + event.end_s) / 2, 1, "center"
-    copies = [e for e in events if e.backward and e.start_s >= reduces[-1].end_s]
+    copies = [e for e in events if e.backward and e.start_s >= reduced_s]
     if copies:
         notes["out of the buckets"] = copies[-1].end_s, 0, "right"
     for text, (time_s, lane, side) in notes.items():

@@ -159,6 +159,39 @@ def resumed_curves(
     )
 
 
+def first_to_differ(apart: Mapping[str, Sequence[float]], device: object) -> None:
+    """Draw a row of cells for each lost part: the distance of each loss after the stop, empty if zero.
+
+    ``apart`` maps a part to the distances in nats. Rows that differ sooner are higher.
+    """
+    same = {part: [*map(bool, off), True].index(True) for part, off in apart.items()}
+    parts = sorted(apart, key=lambda part: same[part])
+    fig, axes = figure(width=6.5, height=0.9 + 0.4 * len(parts))
+    for row, part in enumerate(parts):
+        for column, off in enumerate(apart[part]):
+            color = COLORS["vermilion"] if off else "white"
+            axes.add_patch(Rectangle((column, row), 1, 1, facecolor=color, edgecolor="#BBBBBB"))
+            text = f"{off:.3f}" if off else "0"
+            place = column + 0.5, row + 0.5
+            ink = "white" if off else "black"
+            axes.text(*place, text, ha="center", va="center", fontsize=9, color=ink)
+    count = max(map(len, apart.values()))
+    axes.set(xlim=(0, count), ylim=(len(parts), 0), xlabel="loss after the stop")
+    axes.set_xticks([column + 0.5 for column in range(count)], range(1, count + 1))
+    axes.set_yticks([row + 0.5 for row in range(len(parts))], [f"without {part}" for part in parts])
+    axes.tick_params(length=0)
+    axes.grid(visible=False)
+    title(
+        axes, "What is lost shows sooner, later, or never", f"distance in nats, measured, {device}"
+    )
+    each = "; ".join(
+        f"without {part}, "
+        + ("none differs" if same[part] == len(apart[part]) else f"from loss {same[part] + 1} on")
+        for part in parts
+    )
+    show(fig, f"A row of cells for each lost part, filled where the loss differs: {each}.")
+
+
 def learned(losses: torch.Tensor, vocabulary: int) -> None:
     """Plot the loss over the steps, with the loss of a uniform guess among all characters."""
     fig, axes = figure(width=7, height=2.8)

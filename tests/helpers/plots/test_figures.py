@@ -77,6 +77,13 @@ def test_network_lists_the_layers_in_the_order_in_which_they_run(alts):
     assert not model[1]._forward_hooks
 
 
+def test_first_to_differ_orders_the_parts_by_their_first_difference(alts):
+    apart = {"never": [0.0, 0.0], "later": [0.0, 0.2], "at once": [0.1, 0.0]}
+    plots.first_to_differ(apart, "cpu")
+    rows = "without at once, from loss 1 on; without later, from loss 2 on; without never, none differs"
+    assert rows in alts[0], alts
+
+
 def test_held_says_which_part_of_each_matrix_a_gpu_has(alts):
     plots.held([("", "x", 6, 8, "whole"), ("=", "y", 6, 4, "partial")], 2, "By rows")
     assert "x (6 by 8) all of it, y (6 by 4) a partial sum" in alts[0]

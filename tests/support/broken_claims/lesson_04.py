@@ -22,7 +22,6 @@ BROKEN = [
         "the last batch is dropped",
         old="length=100), batch_size=30)",
         new="length=100), batch_size=30, drop_last=True)",
-        further=[('"batch 3", "batch 4",', '"batch 3",')],
     ),
     Broken(
         "B03",
