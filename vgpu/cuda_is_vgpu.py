@@ -6,9 +6,10 @@ numbers stay the same. The hook replaces
 
 - ``torch.cuda`` and what is imported from it, ``tensor.cuda()``, ``module.cuda()``, ``is_cuda``; a
   ``def cuda`` in the program gets both names;
-- the strings ``"torch.cuda.FloatTensor"``, ``"cuda"``, ``"cuda:0"`` and ``"cuda:"``, ``"cuda:%d"``
-  and ``"cuda:{}"``, also in an f-string; ``nccl`` or ``NCCL`` as the name of a backend, alone or in
-  a list such as ``"cpu:gloo,cuda:nccl"``; and ``Backend.NCCL``;
+- the strings ``"torch.cuda.FloatTensor"`` and ``"torch.cuda.is_available"``, as in ``mock.patch``,
+  ``"cuda"``, ``"cuda:0"`` and ``"cuda:"``, ``"cuda:%d"`` and ``"cuda:{}"``, also in an f-string;
+  ``nccl`` or ``NCCL`` as the name of a backend, alone or in a list such as
+  ``"cpu:gloo,cuda:nccl"``; and ``Backend.NCCL``;
 - devices as torch prints them, inside a longer string, such as a message that a test expects:
   ``device(type='cuda', index=0)``, ``device='cuda:0'``.
 
@@ -43,11 +44,11 @@ from vgpu.torch_patches.undo import Changes
 _WORD = "cuda"
 _ATTRIBUTE_FUNCTIONS = {"getattr", "hasattr", "setattr", "delattr"}
 _ATTRIBUTES = {"is_cuda": f"is_{gpus.DEVICE_TYPE}"}
-# The patterns match a device, whose index may be filled in later; a printed device; a tensor type;
-# and a backend, or a list of device:backend pairs.
+# The patterns match a device, whose index may be filled in later; a printed device; a name in
+# torch.cuda; and a backend, or a list of device:backend pairs.
 _DEVICE = re.compile(rf"{_WORD}(:(\d+|%[dis]|\{{\w*\}})?)?")
 _PRINTED = re.compile(rf"\b(type|device)='{_WORD}\b")
-_TYPE = re.compile(rf"torch\.{_WORD}\.(sparse\.)?\w+Tensor")
+_NAME = re.compile(rf"torch\.{_WORD}(\.\w+)+")
 _BACKENDS = re.compile(rf"(\w+:\w+,)*(({_WORD}:)?(nccl|NCCL))(,\w+:\w+)*")
 
 
@@ -92,8 +93,8 @@ def replaced() -> tuple[list[str], dict[str, int]]:
 
 def replace_name(text: str) -> str:
     """Translate a device's or backend's name, or printed devices in a string, for virtual GPUs."""
-    if _DEVICE.fullmatch(text) or _TYPE.fullmatch(text):
-        return text.replace(_WORD, gpus.DEVICE_TYPE)
+    if _DEVICE.fullmatch(text) or _NAME.fullmatch(text):
+        return text.replace(_WORD, gpus.DEVICE_TYPE, 1)
     if _BACKENDS.fullmatch(text):
         text = text.replace(_WORD, gpus.DEVICE_TYPE)
         return text.replace("nccl", BACKEND).replace("NCCL", BACKEND)

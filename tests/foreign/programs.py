@@ -208,6 +208,9 @@ def torchtitan(folder: Path) -> Result:
     # Ranks read contiguous parts: with 4 * 129 documents, each part begins with a different text.
     lines = [json.dumps({"text": texts[i % 4]}) + "\n" for i in range(4 * 129)]
     data.write_text("".join(lines), "utf-8")
+    loader = folder / "torchtitan" / "components" / "data" / "loader.py"
+    shuffle = "shuffle: Annotated[bool, tyro.conf.Suppress] = "
+    edit(loader, (f"{shuffle}True", f"{shuffle}False"))  # each rank would shuffle its own part
     on_cpu = folder.with_name("on_cpu")
     shutil.copytree(folder, on_cpu)
     code = on_cpu / "torchtitan"

@@ -37,6 +37,8 @@ def read(source):
         ("d = 'cuda:{}'.format(rank)", "d = 'vgpu:{}'.format(rank)"),
         ("import torch as th\nth.cuda.synchronize()", "import torch as th\nth.vgpu.synchronize()"),
         ("x.type('torch.cuda.HalfTensor')", "x.type('torch.vgpu.HalfTensor')"),
+        ("patch('torch.cuda.is_available')", "patch('torch.vgpu.is_available')"),
+        ("patch('torch.cuda.cudart')", "patch('torch.vgpu.cudart')"),
         ("m = \"on device(type='cuda', index=0)\"", "m = \"on device(type='vgpu', index=0)\""),
         ("m = \"tensor(1., device='cuda:0')\"", "m = \"tensor(1., device='vgpu:0')\""),
         ("init('nccl')", "init('vccl')"),
@@ -68,6 +70,7 @@ def test_cuda_names_are_replaced(source, expected):
         "x = 'nccl is a library'",
         "x = 'barracuda'",
         "x = 'cuda: out of memory'",
+        "x = 'torch.cuda is not available'",
         "import jax as th\nth.cuda",
     ],
 )

@@ -38,12 +38,32 @@ def install(changes: Changes) -> None:
     _has_said = False
     changes.wrap(torch, "compile", _compile)
     changes.when_imported("torch._dynamo.trace_rules", _skip_own_files)
+    changes.when_imported("triton.runtime.driver", _refuse_triton)
 
 
 def _skip_own_files(module: ModuleType, changes: Changes) -> None:
     """Make Dynamo run this package's code untraced; Dynamo itself calls ``current_stream``."""
     module.add("vgpu")
     changes.callback(module.SKIP_DIRS.remove, module.SKIP_DIRS[-1])
+
+
+def _refuse_triton(module: ModuleType, changes: Changes) -> None:
+    """Say what a Triton kernel lacks, instead of "0 active drivers", on a machine without a GPU."""
+
+    def make(plain: Callable[[], Any]) -> Callable[[], Any]:
+        @functools.wraps(plain)
+        def _create_driver() -> Any:
+            try:
+                return plain()
+            except RuntimeError as error:  # NotImplementedError is one, for code that catches it
+                raise NotImplementedError(
+                    "Triton kernels need a real GPU and are not supported on virtual GPUs: use a "
+                    "version of the operation that calls PyTorch's operators"
+                ) from error
+
+        return _create_driver
+
+    changes.wrap(module, "_create_driver", make)
 
 
 def _compile(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -291,3 +291,18 @@ def main(rank, world):
 def test_ddp_and_fsdp2_train_compiled_modules_like_uncompiled_ones():
     for found in launch.run(cell(RANKS)["main"], 2, gpu="V100"):
         assert len({tuple(losses) for losses in found.values()}) == 1, found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton finds the real GPU")
+def test_a_triton_kernel_is_refused():
+    triton = pytest.importorskip("triton")
+
+    @triton.jit
+    def kernel(x):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Triton kernels need a real GPU"):
+        kernel[(1,)](torch.ones(2, device="vgpu"))
+    vgpu.disable()
+    with pytest.raises(RuntimeError, match="0 active drivers"):
+        kernel[(1,)](torch.ones(2))
