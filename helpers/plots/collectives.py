@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from helpers.plots.style import COLORS, RANK_COLORS, figure, show, title
 from vgpu.units import format_bytes, format_seconds
 
-# In cells: between the blocks of a row, and the widest row.
+# In units of cells: the gap between the blocks of a row, and the width of the widest row.
 _GAP, _WIDEST = 1.3, 19.5
 
 
@@ -231,7 +231,7 @@ def hands(parts: Sequence[Sequence[int]]) -> None:
 
 
 def halves(sent: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
-    """Draw which halves of an all-reduce each way sends in each phase of a step: a row per way."""
+    """Draw which halves of an all-reduce each method sends in each phase of a step: a row per method."""
     colors = {"reduce-scatter": COLORS["vermilion"], "all-gather": COLORS["sky"]}
     phases = list(next(iter(sent.values())))
     columns = {phase: max(1, *(len(way[phase]) for way in sent.values())) for phase in phases}

@@ -51,7 +51,7 @@ def compare(inner: str, outer: str, cut: str) -> Comparison:
 
     The expressions may use the vectors x, w and v (three elements each, all requiring gradients)
     and the functions exp, tanh, sigmoid and relu; ``outer`` may also use h. ``cut`` is one of CUTS.
-    Raises ValueError for another cut, or if y isn't a scalar that depends on x, w or v.
+    Raises ValueError for any other cut, or if y isn't a scalar that depends on x, w or v.
     """
     if cut not in CUTS:
         raise ValueError(f"cut is {cut!r}; it must be one of {', '.join(CUTS)}")
@@ -83,12 +83,12 @@ def explore(inner: str, outer: str, cut: str) -> None:
 
 
 def graph_explorer() -> widgets.VBox:
-    """Return two dropdowns, with what ``explore`` shows for them."""
+    """Return two dropdowns, and below them what ``explore`` shows for the selected options."""
     options = [(f"h = {inner};  y = {outer}", (inner, outer)) for inner, outer in EXPRESSIONS]
     wide: Any = {"width": "30em"}
     controls = {
         "expression": widgets.Dropdown(options=options, description="compute", layout=wide),
-        "cut": widgets.Dropdown(options=CUTS, description="cut h by"),
+        "cut": widgets.Dropdown(options=CUTS, description="cut h with"),
     }
     drawn = live(lambda expression, cut: explore(expression[0], expression[1], cut), controls)
     return widgets.VBox([*controls.values(), drawn])

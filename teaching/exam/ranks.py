@@ -11,7 +11,7 @@ from helpers.checks.on_ranks import GPU, on_ranks
 from vgpu.profiling import CollectiveCalls, count_collectives_on_gpu, own_gpu
 
 
-@exercise("99.5", "The largest of all ranks")
+@exercise("99.5", "The largest across all ranks")
 def largest_of_all(answer: Callable[[torch.Tensor, int], torch.Tensor]) -> dict[str, Any]:
     for ranks, k in ((2, 3), (3, 4)):
         lengths = [random.randint(k, 9) for _ in range(ranks - 1)] + [random.randint(0, k - 1)]
@@ -79,7 +79,7 @@ def _within(calls: CollectiveCalls, most: int, largest: int, given: str, hint: s
         yours=spent or "no collective",
         expected=f"at most {most}, with at most {largest} elements from a rank",
         given=given,
-        hint=f"The result is right, but over the budget. {hint}",
+        hint=f"The result is right, but over budget. {hint}",
     )
 
 
@@ -174,7 +174,9 @@ def likeliest(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
         logits = -torch.randint(100, (tokens, ranks * words)).bfloat16()
         logits[torch.arange(tokens), expected] = 50
         parts = [part.contiguous() for part in logits.chunk(ranks, dim=-1)]
-        given = f"{tokens} tokens, {ranks} ranks with {words} of the words each, bfloat16"
+        given = (
+            f"{tokens} tokens, {ranks} ranks, each with {words} entries of the vocabulary, bfloat16"
+        )
         results = on_ranks(_on_gpu, ranks, _found, answer, parts, given=given, gpu=GPU)
         for rank, ((yours, place), calls) in enumerate(results):
             where = f"{given}; on rank {rank}"
@@ -196,7 +198,7 @@ def _hint_for_words(yours: torch.Tensor, expected: torch.Tensor, words: int) -> 
     if torch.equal(yours.double(), expected.double()):
         return "The indices are right. Return them as integers."
     if torch.equal(yours % words, expected % words):
-        return "Right within its part. A rank's words start at rank times the size of a part."
+        return "The indices are right within each rank's part. A rank's words start at rank times the size of a part."
     if ((yours - expected).abs() <= expected / 100).all():
         return "Close: 16-bit floats have 8 or 11 bits for an integer, too few for a word's index."
     return "First find each rank's largest logit and its index, then the largest of those."

@@ -197,7 +197,7 @@ def with_loss(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
                 yours=_peaks(gpus, peaks),
                 expected=f"at most {format_bytes(budget)} on each",
                 hint="One GPU holds more than its own chunk's outputs. Compute each loss where the "
-                "outputs are, and keep no outputs anywhere.",
+                "outputs are, and don't keep the outputs.",
             )
     return {
         "your peaks": _peaks(gpus, peaks),
@@ -331,7 +331,7 @@ def load_any(answer: Callable[[nn.Module, dict[str, torch.Tensor]], str]) -> dic
     # If a submodule is itself called "module", only a key's first "module." can be the prefix; if
     # it's the only submodule, all keys of a bare model start with "module.".
     for parts, (source, into, expected) in product((["body", "module"], ["module"]), cases):
-        given = f"the state of a {source} model, for a {into} one, with the submodules {parts}"
+        given = f"the state_dict of a {source} model, loaded into a {into} one, with the submodules {parts}"
         state, target = model(source, parts).state_dict(), model(into, parts)
         before = dict(state)
         with for_input(given):

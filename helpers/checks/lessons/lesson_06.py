@@ -149,7 +149,7 @@ def _hint_for_mean(
 
 @exercise("6.3", "Find the missing rank", callable_answer=False)
 def find_the_missing_rank(never_came: Any) -> dict[str, Any]:
-    given = "train_until with some_losses and the limit 0.3"
+    given = "train_until with some_losses and a limit of 0.3"
     hint = (
         "Run train_until with a short timeout_s: the last line of the message says which rank "
         "never arrived."

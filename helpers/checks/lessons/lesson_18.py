@@ -173,7 +173,7 @@ def draw_from_split_vocabulary(answer: Callable[..., Any]) -> dict[str, Any]:
                     yours=f"{format_bytes(spent)} in {len(calls)} collectives",
                     expected=f"at most two numbers per sequence from each rank, {2 * 8 * batch * ranks} B",
                     given=where,
-                    hint="The tokens are right, but over the budget: choose on each rank first.",
+                    hint="The tokens are right, but over budget: choose on each rank first.",
                 )
         shown[given] = (
             f"{format_bytes(spent)} gathered; all logits would be {format_bytes(4 * batch * words)}, "

@@ -54,7 +54,7 @@ WRONG = {
     "99.5": [
         (_largest(stand_in="0"), "must lose"),
         (_largest(result="everyone.topk(k).values.flip(0)"), "descending"),
-        (_largest(room="20"), "but over the budget"),
+        (_largest(room="20"), "but over budget"),
         (_largest(result="everyone.topk(k).values.cpu()"), "on the device of the rank's tensor"),
         (
             "def largest(scores, k):\n"
@@ -63,7 +63,7 @@ WRONG = {
             "    slots[dist.get_rank(), : len(best)] = best\n"
             "    dist.all_reduce(slots, dist.ReduceOp.MAX)\n"
             "    return slots.flatten().topk(k).values",
-            "but over the budget",
+            "but over budget",
         ),
         ("def largest(scores, k):\n    return scores.topk(k).values", "out of range"),
     ],
@@ -91,7 +91,7 @@ WRONG = {
         ),
     ],
     "99.10": [
-        (_likeliest(shift=""), "Right within its part"),
+        (_likeliest(shift=""), "right within each rank's part"),
         (_likeliest(value="value", word="word.bfloat16()"), "too few for a word"),
         (_likeliest(value="value.half()", word="word.half()"), "too few for a"),
         (_likeliest().replace(".long()", ""), "Return them as integers"),
@@ -101,7 +101,7 @@ WRONG = {
             "    everyone = logits.new_empty(dist.get_world_size(), rows, words)\n"
             "    dist.all_gather_single(everyone, logits)\n"
             "    return everyone.transpose(0, 1).reshape(rows, -1).argmax(-1)",
-            "but over the budget",
+            "but over budget",
         ),
     ],
 }

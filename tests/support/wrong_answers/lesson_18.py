@@ -136,7 +136,7 @@ def draw(logits, noise):
     dist.all_gather(parts, scores)
     return torch.cat(parts, -1).argmax(-1)
 """,
-            "over the budget",
+            "over budget",
         ),
         (_draw().replace("(logits + noise)", "noise"), "the largest of logits + noise"),
     ],
