@@ -2,7 +2,7 @@
 
 A run may have many processes, such as a launcher, its ranks and their workers. The first one
 creates a file and names it in the environment; every process adds a line when it exits, and the
-first one reads all lines.
+first one reads them all.
 """
 
 import functools
@@ -145,7 +145,7 @@ def summary() -> str:
 
 
 def show_summary() -> None:
-    """Print the summary with a single write, so that lines of different ranks don't mix."""
+    """Print the summary with a single write, so that lines from different ranks aren't interleaved."""
     sys.stdout.flush()
     sys.stderr.write(summary() + "\n")
     sys.stderr.flush()

@@ -399,7 +399,7 @@ def test_a_full_disk_keeps_the_last_complete_checkpoint(run, tmp_path, capfd):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     message = capfd.readouterr().err
-    assert f"cannot write into {tmp_path}: rank 0 found" in message
+    assert f"cannot write into {tmp_path}: rank 0 got" in message
     assert "the last complete checkpoint is kept" in message
     assert f"resumed from {tmp_path / 'step-00000002'}" in run(
         f"--steps 4 --checkpoints {tmp_path}"

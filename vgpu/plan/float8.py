@@ -3,9 +3,9 @@
 Each of a layer's three matmuls takes float8 operands and returns bfloat16. The output is computed
 from the input and the weight (both e4m3). The gradient of each is computed from the output's
 gradient (e5m2) and the other operand. bfloat16 tensors are scaled by their largest absolute value
-and cast right before the matmul. The input is saved for the backward pass in float8, the smallest
-form that torch.compile finds to save. A matmul needs its right operand in column-major order, which
-takes a transposed copy for both gradients.
+and cast right before the matmul. The input is saved for the backward pass in float8, as in compiled
+code: torch.compile saves the smallest form that it finds. A matmul needs its right operand in
+column-major order, which takes a transposed copy for both gradients.
 
 With tensor parallelism, each rank casts its part of a sequence, and the gathered tensors are
 float8: the inputs of column-wise layers, and the output gradients of row-wise ones. The largest

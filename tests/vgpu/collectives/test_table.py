@@ -9,7 +9,8 @@ from toy_cluster import EXACT, collectives, toy
 import vgpu
 from vgpu.collectives.table import COLLECTIVES, NAMES, sent_bytes
 
-# Operators that send nothing, need gloo by name and CPU tensors, or send to multiple ranks at once.
+# Operators that send nothing, that require CPU tensors and a backend named gloo, or that send to
+# multiple ranks at once.
 WITHOUT_A_ROW = {
     "_c10d_functional::_wrap_tensor_autograd",
     "_c10d_functional::batch_p2p_ops",
@@ -20,7 +21,7 @@ WITHOUT_A_ROW = {
 }
 
 
-def test_every_collective_operator_of_torch_has_a_row():
+def test_every_collective_operator_in_torch_has_a_row():
     names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     operators = {name for name in names if name.startswith(("c10d::", "_c10d_functional::"))}
     assert operators - NAMES.keys() <= WITHOUT_A_ROW
