@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import LogLocator, NullLocator
 
 from helpers.plots.memory import CAUSE_COLORS
 from helpers.plots.style import (
@@ -184,6 +185,9 @@ def latency_and_throughput(
     place = 1e3 * first[1], first[2]
     axes.annotate("1 user  ", place, fontsize=8, ha="right", va="center")
     axes.set(xlabel="time per token for each user (ms)", ylabel="tokens/s, all users", yscale="log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.margins(x=0.2)  # room for the last batch size
     axes.set_xlim(left=0)
     legend_beside(axes, fontsize=9)

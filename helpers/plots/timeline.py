@@ -31,7 +31,7 @@ _HAIRLINE = 1 / 500
 # An operation of the host that takes at least this fraction of a recording is long.
 _LONG = 1 / 20
 # The share of the time axis that a kind must cover in a lane to be in the legend.
-_NOTICED = 1 / 200
+_NOTICED = 1 / 300
 # Height in inches above the lanes, below them, and per lane.
 _TOP, _BOTTOM, _LANE = 0.65, 0.55, 0.45
 
