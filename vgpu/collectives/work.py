@@ -4,6 +4,7 @@ gloo transfers the values, if there are any. In a recording, a wait also takes v
 """
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -67,6 +68,7 @@ class Ending:
         buffers: BorrowedBuffers | None = None,
     ) -> None:
         """``gloos`` is the work that transfers the values; None if it's done or there are none."""
+        self._name = call.name
         self._is_send = call.name == "send"
         self.outputs: Tensors = call.inputs if self._is_send else call.outputs
         self.gloos = gloos
@@ -88,8 +90,24 @@ class Ending:
     def wait_for_values(self, timeout: timedelta) -> None:
         with self._lock:  # some of gloo's works would copy the results again at every wait
             if not self._ended and self.gloos is not None:
-                self.gloos.wait(timeout) if timeout else self.gloos.wait()
+                self._wait_for_gloo(self.gloos, timeout)
                 self._ended = True
+
+    def _wait_for_gloo(self, gloos: dist.Work | OwnMessage, timeout: timedelta) -> None:
+        if not timeout:
+            gloos.wait()
+            return
+        began_s = time.monotonic()
+        try:
+            gloos.wait(timeout)
+        except RuntimeError as error:
+            limit_s = timeout.total_seconds()
+            if time.monotonic() - began_s < limit_s:
+                raise
+            raise RuntimeError(  # in NCCL's words, which programs look for
+                f"caught collective operation timeout: {self._name} has not finished within the "
+                f"{limit_s:g} s passed to wait(); a rank of its group is late, or never called it"
+            ) from error
 
     def has_ended(self) -> bool:
         return self._ended or (self.gloos is not None and self.gloos.is_completed())

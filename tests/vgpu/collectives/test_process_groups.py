@@ -282,6 +282,21 @@ def test_the_error_for_a_hang_names_the_collective():
         launch.run(cell(source)["main"], 2, gpu="V100")
 
 
+def test_a_wait_beyond_its_timeout_raises_an_error_in_nccls_words():
+    source = """
+    import datetime
+    def main(rank, world):
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(3, device="vgpu"), async_op=True)
+            try:
+                work.wait(datetime.timedelta(milliseconds=50))
+            except RuntimeError as error:
+                return str(error)
+    """
+    message, _ = launch.run(cell(source)["main"], 2, gpu="V100")
+    assert message.startswith("caught collective operation timeout: all_reduce has not finished")
+
+
 @pytest.mark.parametrize(
     ("options", "phrase"),
     [
