@@ -101,7 +101,9 @@ def extrapolate(plan: Plan, **costs: Any) -> ExtrapolatedStep:
     plan, costs = plan.taking(costs)
     with on_cluster(plan):
         few, more = (
-            Rank(small, takes_a_step=False).recorded(small, **costs)
+            Rank(small, takes_a_step=False, compiled=bool(costs.get("fuses"))).recorded(
+                small, **costs
+            )
             for small in (with_layers(plan, layers) for layers in counts)
         )
     return ExtrapolatedStep(plan, (few, more))

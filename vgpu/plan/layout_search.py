@@ -207,7 +207,8 @@ def _tried(group: list[Candidate], **costs: Any) -> list[Candidate]:
     plan = group[0].plan
     few = LAYERS if plan.sizes.layers > LAYERS[0] else (plan.sizes.layers,)
     with on_cluster(plan):
-        ranks = {n: Rank(with_layers(plan, n), takes_a_step=False) for n in few}
+        compiled = bool(costs.get("fuses"))
+        ranks = {n: Rank(with_layers(plan, n), False, compiled) for n in few}
         for number, one in enumerate(group):
             if one.reason or one.seconds is not None:
                 continue

@@ -7,6 +7,7 @@ The same lines apply FSDP2, tensor and context parallelism and recomputation on 
 import dataclasses
 import functools
 import gc
+import math
 import multiprocessing
 import warnings
 from collections.abc import Iterable, Iterator
@@ -184,18 +185,27 @@ def apply_fsdp(
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def recomputed(forward: Any, recompute: str) -> Any:
-    """Wrap a block's forward so that backward recomputes it, according to one of ``RECOMPUTE``."""
+def recomputed(block: nn.Module, forward: Any, recompute: str, compiled: bool = False) -> Any:
+    """Wrap a block's ``forward`` so that backward recomputes it, according to one of ``RECOMPUTE``.
+
+    With selective recomputation, an eager block also saves the output of its last matmul, although
+    backward doesn't need it. torch.compile's partitioner saves only what backward uses.
+    """
     if recompute == "none":
         return forward
-    options: dict[str, Any] = (
-        {"context_fn": _keep_every_second_product} if recompute == "selective" else {}
-    )
+    options: dict[str, Any] = {}
+    if recompute == "selective":
+        matmuls = sum(isinstance(module, nn.Linear) for module in block.modules())
+        saved_until = matmuls if compiled else math.inf
+        options["context_fn"] = functools.partial(_keep_every_second_product, saved_until)
     return functools.partial(checkpoint, forward, use_reentrant=False, **options)
 
 
-def _keep_every_second_product() -> Any:
-    """Return contexts that save what torchtitan's selective activation checkpointing saves."""
+def _keep_every_second_product(saved_until: float) -> Any:
+    """Return contexts that save what torchtitan's selective activation checkpointing saves.
+
+    Nothing is saved from the matmul with the number ``saved_until`` on.
+    """
     products = {False: 0, True: 0}
     multiplies = {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default}
     kept = {
@@ -209,6 +219,7 @@ def _keep_every_second_product() -> Any:
         if func in multiplies:
             products[context.is_recompute] += 1
             keeps = products[context.is_recompute] % 2 == 1
+        keeps = keeps and products[context.is_recompute] < saved_until
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
@@ -272,16 +283,20 @@ class ParallelModel:
             yield
 
     def configure(
-        self, recompute: str, reshard_after_forward: bool, recompute_every: int = 1
+        self,
+        recompute: str,
+        reshard_after_forward: bool,
+        recompute_every: int = 1,
+        compiled: bool = False,
     ) -> None:
         """Set what may change from step to step: the recomputation, and FSDP2's resharding.
 
-        One of every ``recompute_every`` blocks is recomputed.
+        One of every ``recompute_every`` blocks is recomputed. ``compiled`` blocks save less.
         """
         block: Any
         for index, (block, forward) in enumerate(zip(self._blocks, self._forwards, strict=True)):
             again = index % recompute_every == 0
-            block.forward = recomputed(forward, recompute if again else "none")
+            block.forward = recomputed(block, forward, recompute if again else "none", compiled)
             block.set_reshard_after_forward(reshard_after_forward, recurse=False)
             if self._layout.ep > 1 and isinstance(block.feed_forward, Experts):
                 own: Any = block.feed_forward.own

@@ -53,7 +53,7 @@ def predict(plan: Plan, **costs: Any) -> Step:
         vgpu.record_memory() as memory,
         progress("predicting: first step, recorded step, allocator", "part", 3) as bar,
     ):
-        rank = Rank(plan)
+        rank = Rank(plan, compiled=bool(costs.get("fuses")))
         bar.update()
         step = rank.recorded(plan, **costs)
         bar.update()
@@ -168,7 +168,8 @@ def record_rank(plan: Plan, schedule: Schedule, device: int, **costs: Any) -> Re
     peaks: list[tuple[int, int]] = []  # bytes, and micro-batches in flight
     first = device * plan.layout.ranks_per_stage
     with on_cluster(plan, first) as cluster, vgpu.record_memory() as memory:
-        gpu, rank = torch.get_device_module("vgpu"), _StageRank(plan, device, cluster.device)
+        gpu = torch.get_device_module("vgpu")
+        rank = _StageRank(plan, device, cluster.device, compiled=bool(costs.get("fuses")))
         with PeakByCause(rank.modules, rank.optimizer) as peak:
             for action, state in rank_states(schedule, device):
                 gpu.reset_peak_memory_stats()
@@ -192,7 +193,7 @@ class _StageRank:
     """One rank's stages, and what it keeps for micro-batches in flight."""
 
     @without_garbage()
-    def __init__(self, plan: Plan, device: int, gpu: torch.device) -> None:
+    def __init__(self, plan: Plan, device: int, gpu: torch.device, compiled: bool = False) -> None:
         self._plan, self._gpu = plan, gpu
         mesh = plan.layout.mesh("vgpu")
         sizes = dataclasses.replace(plan.sizes, sequence=plan.tokens_per_sequence)
@@ -209,7 +210,9 @@ class _StageRank:
             for stage, layers in self._layers.items()
         }
         for model in models.values():
-            model.configure(plan.recompute, plan.reshard_after_forward, plan.recompute_every)
+            model.configure(
+                plan.recompute, plan.reshard_after_forward, plan.recompute_every, compiled
+            )
         self._stages = {stage: model.module for stage, model in models.items()}
         self.training = next(iter(models.values())).training
         """The context manager for an action, the same for all stages."""

@@ -343,14 +343,14 @@ class Rank:
     """
 
     @without_garbage()
-    def __init__(self, plan: Plan, takes_a_step: bool = True) -> None:
+    def __init__(self, plan: Plan, takes_a_step: bool = True, compiled: bool = False) -> None:
         """With ``takes_a_step``, the rank takes a training step before the recorded one.
 
         Otherwise, it only creates the optimizer's state. The recorded step then has the same time
         and allocated bytes, but slightly different reserved bytes, which depend on everything that
-        happened before.
+        happened before. ``compiled`` blocks save less for their backward pass.
         """
-        self._layout = plan.layout
+        self._layout, self._compiled = plan.layout, compiled
         whole = Transformer(dataclasses.replace(plan.sizes, sequence=plan.tokens_per_sequence))
         mesh = plan.layout.mesh("vgpu")
         self._parallel = ParallelModel(
@@ -371,7 +371,9 @@ class Rank:
     def train(self, plan: Plan) -> None:
         """Run one step."""
         assert plan.layout == self._layout
-        self._parallel.configure(plan.recompute, plan.reshard_after_forward, plan.recompute_every)
+        self._parallel.configure(
+            plan.recompute, plan.reshard_after_forward, plan.recompute_every, self._compiled
+        )
         size = (plan.batch, plan.tokens_per_sequence)
         for _ in range(min(plan.accumulate, _RECORDED_MICRO_BATCHES)):
             tokens = torch.randint(plan.sizes.vocabulary, size, device="vgpu")

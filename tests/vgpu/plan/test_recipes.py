@@ -3,8 +3,14 @@
 import dataclasses
 
 import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from vgpu.plan import Layout, Plan, extrapolate, predict
+from vgpu.plan.parallel_model import recomputed
 from vgpu.plan.transformer import TransformerSizes
 
 SMALL = TransformerSizes(4, 256, 4, 2, 512, 1024, 256)
@@ -41,6 +47,48 @@ def test_recomputing_every_other_block_is_between_all_and_none():
     )
     assert full.allocated_bytes < half.allocated_bytes < none.allocated_bytes
     assert full.seconds > half.seconds > none.seconds
+
+
+def test_compiled_blocks_do_not_save_their_last_matmul():
+    plan = Plan(SMALL, Layout(dp_shard=8), 8, recompute="selective")
+    eager, compiled = (predict(plan, fuses=fuses) for fuses in (False, True))
+    output_bytes = 2 * plan.batch * plan.sequence * SMALL.width
+    saved_bytes = eager.allocated_bytes - compiled.allocated_bytes
+    # At the peak, the last block may be being recomputed.
+    assert saved_bytes in ((SMALL.layers - 1) * output_bytes, SMALL.layers * output_bytes)
+
+
+@pytest.mark.filterwarnings("ignore")  # TorchDynamo's own
+def test_the_partitioner_of_torch_compile_saves_every_second_matmul_but_the_last():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(5))
+
+        def forward(self, hidden):
+            inside = hidden
+            for layer in self.layers:
+                inside = layer(F.silu(inside))
+            return hidden + inside
+
+    saved = []
+
+    def forward_compiler(graph, inputs):
+        matmuls = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+        outputs = graph.graph.output_node().args[0]
+        saved.append([number for number, node in enumerate(matmuls, 1) if node in outputs])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=forward_compiler,
+        bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    block = Residual()
+    forward = recomputed(block, block.forward, "selective")
+    compiled = torch.compile(lambda hidden: forward(hidden), backend=backend, fullgraph=True)
+    compiled(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    assert saved == [[1, 3]]
 
 
 def test_a_few_layers_extrapolate_with_every_third_block_recomputed():
