@@ -3,23 +3,19 @@
 import itertools
 from collections.abc import Sequence
 
+_DIFFER = 0.03
+"""Rows whose measurements differ by less are too close to rank."""
+
 
 def order(published: Sequence[float], predicted: Sequence[float]) -> str:
-    """Say how many pairs of rows are predicted in the published order, not counting equal rows."""
-    pairs = list(itertools.combinations(zip(published, predicted, strict=True), 2))
-    differing = [(one, other) for one, other in pairs if one[0] != other[0]]
-    right = sum((one[0] < other[0]) == (one[1] < other[1]) for one, other in differing)
-    return f"{right} of {len(differing)} pairs of rows are predicted in their published order."
-
-
-def ordered_share(
-    published: Sequence[float], predicted: Sequence[float], least: float = 0.03
-) -> tuple[float, int]:
-    """Return the fraction of pairs in the right order, of those that differ by at least ``least``, and their number."""
+    """Say what fraction of the pairs of rows that differ is predicted in the published order."""
     pairs = itertools.combinations(zip(published, predicted, strict=True), 2)
-    differing = [(one, other) for one, other in pairs if abs(one[0] / other[0] - 1) >= least]
+    differing = [(one, other) for one, other in pairs if abs(one[0] / other[0] - 1) >= _DIFFER]
     right = sum((one[0] < other[0]) == (one[1] < other[1]) for one, other in differing)
-    return right / len(differing), len(differing)
+    return (
+        f"Of {len(differing):,} pairs of rows that differ by {_DIFFER:.0%} or more, "
+        f"{right / len(differing):.1%} are predicted in the right order."
+    )
 
 
 def mean(errors: Sequence[float]) -> float:

@@ -183,7 +183,7 @@ def main() -> str:
             f"{error} | {allocated_gib:.1f} |"
         )
     of_8b = [(row.tokens_per_s, found.tokens_per_s) for row, found in rows if row.model == "8B"]
-    lines += ["", f"For 8B, {order(*zip(*of_8b, strict=True))}", ""]
+    lines += ["", f"For 8B: {order(*zip(*of_8b, strict=True))}", ""]
     lines += [*async_tp(rows), ""]
     lines += [_few_and_many({row: found for row, found in rows}), ""]
     lines += [*pipelines(costs), "", _own_time()]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import vgpu
-from benchmarks._order import mean, ordered_share
+from benchmarks._order import mean, order
 from benchmarks.published import SPREAD
 from vgpu.plan import Layout, Plan, estimate, extrapolate
 from vgpu.plan.megatron import GPU as A100_80
@@ -204,14 +204,13 @@ def _table(rows: list[Row], fitted: Row, **costs: object) -> list[str]:
     found, share = predicted(rows, fitted, **costs)
     errors = [each.error for each in found]
     trivial = [each.trivial / each.row.tokens_per_s - 1 for each in found]
-    ordered, pairs = ordered_share(
+    ordered = order(
         [each.row.tokens_per_s for each in found], [each.tokens_per_s for each in found]
     )
     lines = [
         f"Fitted to {fitted.name} with sequence length {fitted.plan.sequence} on "
         f"{fitted.plan.layout.ranks} GPUs, arithmetic reaches {share:.3f} of the peak. The mean error is "
-        f"{mean(errors):.1%}; the trivial predictor's is {mean(trivial):.1%}. Of {pairs} pairs of rows that "
-        f"differ by 3% or more, {ordered:.1%} are predicted in the right order.",
+        f"{mean(errors):.1%}; the trivial predictor's is {mean(trivial):.1%}. {ordered}",
         "",
         "| model | sequence length | GPUs | batch | recompute | published | predicted | error | trivial |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -16,7 +16,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks._order import mean, ordered_share
+from benchmarks._order import mean, order
 from vgpu.plan import megatron
 from vgpu.plan.megatron import Run
 from vgpu.plan.megatron_layers import GPTSizes
@@ -78,7 +78,7 @@ def main(path: Path = ROWS) -> str:
     ]
     errors = [row.error for row in rows]
     trivial = [row.trivial_s / row.seconds - 1 for row in rows]
-    share, pairs = ordered_share([row.seconds for row in rows], [row.predicted_s for row in rows])
+    ordered = order([row.seconds for row in rows], [row.predicted_s for row in rows])
     lines = [
         "## Megatron-LM on one host, predicted",
         "",
@@ -86,8 +86,7 @@ def main(path: Path = ROWS) -> str:
         "A100s. Fitted to one of them (16 layers of width 2048, TP 2 × DP 4, micro-batches of 8), arithmetic "
         f"reaches {shares.arithmetic:.3f} of its peak. The mean error is {mean(errors):.1%} and the median "
         f"{statistics.median(map(abs, errors)):.1%}; the trivial predictor's mean error is {mean(trivial):.1%}. "
-        f"Of {pairs:,} pairs of rows that differ by 3% or more, {share:.1%} are predicted in the right order. "
-        "The host's time per call, how it overlaps with the GPU's, memory's efficiency and the fitted row were "
+        f"{ordered} The host's time per call, how it overlaps with the GPU's, memory's efficiency and the fitted row were "
         "chosen with these rows in view, so these aren't errors on unseen rows.",
         "",
         "The next table groups the rows by degree of tensor parallelism, width and micro-batch. Its first mean "

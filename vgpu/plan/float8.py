@@ -45,7 +45,8 @@ class Float8Linear(nn.Linear):
         self._casts = casts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Product.apply(x, self.weight, self._casts)
+        saved = _Saved.apply(x, self.weight, self._casts)
+        return _Product.apply(saved, self._casts.of(x, INPUTS), self.weight)
 
 
 def use_float8(module: nn.Module) -> "LastCast":
@@ -79,15 +80,32 @@ class LastCast:
 
 
 class _Product(torch.autograd.Function):
-    """A matmul of (..., inputs) by (outputs, inputs) to (..., outputs)."""
+    """A matmul of (..., inputs) by (outputs, inputs) to (..., outputs).
+
+    ``_Saved`` has its backward and comes first, so that recomputing a block can stop before its last
+    matmul, whose output backward doesn't need. torch.compile leaves that matmul out, too.
+    """
+
+    @staticmethod
+    def forward(ctx, saved, x, weight):
+        values, scale = x
+        output = _multiply((values.flatten(0, -2), scale), _transposed(_cast(weight, INPUTS)))
+        return output.unflatten(0, values.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None, None
+
+
+class _Saved(torch.autograd.Function):
+    """Save what a matmul's backward needs; return a placeholder for its output, without values."""
 
     @staticmethod
     def forward(ctx, x, weight, casts):
         values, scale = casts.of(x, INPUTS)
         ctx.save_for_backward(values, scale, weight)
         ctx.casts = casts
-        output = _multiply((values.flatten(0, -2), scale), _transposed(_cast(weight, INPUTS)))
-        return output.unflatten(0, values.shape[:-1])
+        return x.new_empty(()).expand(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx, gradient):
