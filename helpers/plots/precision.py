@@ -133,7 +133,8 @@ def scaled_numbers(
     """
     limits = torch.finfo(dtype)
     subnormal, top = math.log2(limits.smallest_normal), math.log2(limits.max)
-    lowest = subnormal + round(math.log2(limits.eps))  # the smallest value above zero
+    fraction_bits = -round(math.log2(limits.eps))
+    lowest = subnormal - fraction_bits  # the smallest value above zero
     fig, rows = figure(
         len(scaled), width=8, height=1.2 + 0.95 * len(scaled), sharex=True, squeeze=False
     )
@@ -145,8 +146,8 @@ def scaled_numbers(
         axes.stairs((heights / len(exponents)).tolist(), bins, fill=True, color=COLORS["blue"])
         for left, right, color, label in (
             (bins[0], lowest - 1, "vermilion", "becomes 0"),
-            (lowest - 1, subnormal, "orange", "loses digits"),
-            (subnormal, top, "green", "keeps all digits"),
+            (lowest - 1, subnormal, "orange", "keeps fewer"),
+            (subnormal, top, "green", f"keeps {fraction_bits} fraction bits"),
         ):
             axes.axvspan(left, right, color=COLORS[color], alpha=0.2, linewidth=0, label=label)
         axes.set_ylabel(name, rotation=0, ha="right", va="center")
@@ -154,7 +155,7 @@ def scaled_numbers(
         axes.grid(visible=False)
         zeros = (exponents < lowest - 1).double().mean().item()
         few = ((exponents >= lowest - 1) & (exponents < subnormal)).double().mean().item()
-        lost.append(f"{name or 'the values'}: {zeros:.1%} become 0, {few:.1%} lose digits")
+        lost.append(f"{name or 'the values'}: {zeros:.1%} become 0, {few:.1%} keep fewer bits")
     ticks = [2 * tick for tick in range(-15, math.ceil(top) // 2 + 1)]
     axes.set(xlim=(bins[0], bins[-1]), xlabel="value when it's cast")
     axes.set_xticks(ticks[::2], [f"$2^{{{tick}}}$" for tick in ticks[::2]])

@@ -207,7 +207,7 @@ def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]]) ->
     tokens/s)}; the times are 95th percentiles over the users. The tokens/s aren't drawn.
     """
     fig, panels = figure(1, 2, width=9.0, height=3.4)
-    labels = ("time to first token (s)", "longest gap between two tokens (s)")
+    labels = ("time to first token (s)", "longest gap between tokens (s)")
     markers = "osD^"
     for place, (axes, label) in enumerate(zip(panels, labels, strict=True)):
         for (name, by_rate), color, marker in zip(results.items(), SERIES, markers, strict=False):

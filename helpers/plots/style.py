@@ -11,6 +11,7 @@ from IPython.display import display
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
+from matplotlib.text import Annotation
 
 # Okabe and Ito, "Color Universal Design", 2008: distinguishable with a color vision deficiency.
 COLORS = {
@@ -78,9 +79,10 @@ def title(axes: Axes, message: str, how: str) -> None:
 
 def headline(fig: Figure, message: str, how: str = "") -> None:
     """Set the title of a figure with multiple panels; the arguments are those of ``title``."""
-    fig.suptitle(
-        f"{message} · {how}" if how else message, x=0.01, ha="left", fontsize=11, fontweight="bold"
-    )
+    text = f"{message}\n" if how else message
+    above = fig.suptitle(text, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    look: Any = {"color": "#666666", "fontsize": 9, "va": "bottom"}
+    fig.add_artist(Annotation(how, (0, 0), xycoords=above, **look))
 
 
 def stacked_bars(

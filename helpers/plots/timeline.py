@@ -167,7 +167,8 @@ def traces(records: Mapping[str, Timeline]) -> None:
         lanes = lanes_of(record, devices=record.devices if sends else record.devices[::2])
         with_waits = {lane: _with_waiting(events) for lane, events in lanes.items()}
         with_waits["host of rank 0"] = _host_of_rank_0(record)
-        every[name], _ = visible(with_waits, record.makespan_s)
+        drawn, _ = visible(with_waits, record.makespan_s)
+        every[name] = {lane.replace("vgpu:", "GPU "): events for lane, events in drawn.items()}
     two_lines = {name: "\n" in "".join(lanes) for name, lanes in every.items()}
     heights = [
         (0.4 if two_lines[name] else 0.2) * len(lanes) + 0.62 for name, lanes in every.items()
