@@ -316,7 +316,7 @@ def iteration(steps: Sequence[Snapshot], at_the_peak: Mapping[str, int] | None =
         axes.set_ylabel(f"{gpu}\nMiB")
     top = max(step.peak_bytes[gpu] for step in steps for gpu in gpus) / MIB
     panels[0].set_ylim(0, 1.25 * top)
-    panels[-1].set_xticks(places, [_two_lines(step.step) for step in steps], fontsize=8)
+    panels[-1].set_xticks(places, [_two_lines(step.step) for step in steps], fontsize=7)
     panels[0].legend(loc="upper left", ncols=2, fontsize=8)
     others = "GPU 1 doesn't" if len(gpus) == 2 else "the others don't"
     headline(fig, f"GPU 0 holds what {others}", "counted; a line marks the peak")
@@ -343,12 +343,16 @@ def _pile_up(
     """Draw a box for each tensor at the GPU's highest peak; return the alternative text."""
     highest = max(steps, key=lambda step: step.peak_bytes[gpu])
     rest = highest.peak_bytes[gpu] - sum(tensors.values())
-    bottom = 0.0
+    bottom, top = 0.0, highest.peak_bytes[gpu] / MIB
     for name, size in {"the rest": rest, **tensors}.items():
-        color = "#EEEEEE" if name == "the rest" else "#D5D5D5"
-        axes.bar(0, size / MIB, 1, bottom, color=color, edgecolor="black", linewidth=0.8)
-        axes.text(0, bottom + size / MIB / 2, name, ha="center", va="center", fontsize=8)
-        bottom += size / MIB
+        cause = name if name in CAUSE_COLORS else OTHER
+        color = "white" if name == "the rest" else CAUSE_COLORS[cause]
+        height, middle = size / MIB, bottom + size / MIB / 2
+        axes.bar(0, height, 1, bottom, color=color, edgecolor="black", linewidth=0.8)
+        is_low = height < top / 8  # too low for text
+        place = {"x": 0.55, "ha": "left"} if is_low else {"x": 0.0, "ha": "center"}
+        axes.text(y=middle, s=name, va="center", fontsize=8, **place)
+        bottom += height
     axes.set_xlim(-0.52, 0.52)
     axes.grid(visible=False)
     axes.set_xticks([])
