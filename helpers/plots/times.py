@@ -217,7 +217,7 @@ def tokens_that_hide(enough: Mapping[str, float], per_token_s: float, sequence: 
         axes.plot(ends, [time_ms] * 2, color=color, label=name)
         axes.plot([tokens], [time_ms], "o", ms=9, mfc="white", mec=color, mew=2)
         axes.annotate(
-            f"{tokens:,.0f} tokens",
+            f"{_two_digits(tokens):,} tokens",
             (tokens, time_ms),
             (8, -13) if lowest else (-8, 5),
             textcoords="offset points",
@@ -234,12 +234,17 @@ def tokens_that_hide(enough: Mapping[str, float], per_token_s: float, sequence: 
     axes.set_ylabel("one layer's backward (ms)")
     legend_beside(axes, fontsize=9)
     title(axes, "To the right of its ring, a link's communication is hidden", "estimated on paper")
-    summary = ", ".join(f"{name} {tokens:,.0f}" for name, tokens in enough.items())
+    summary = ", ".join(f"{name} {_two_digits(tokens):,}" for name, tokens in enough.items())
     show(
         fig,
         "Line chart of a layer's time by tokens per GPU, on logarithmic axes. Computing time "
         f"rises, communication time doesn't; they cross at these tokens per GPU: {summary}.",
     )
+
+
+def _two_digits(number: float) -> int:
+    """Round to two significant digits: an estimate on paper doesn't have more."""
+    return int(float(f"{number:.1e}"))
 
 
 def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, int]) -> None:

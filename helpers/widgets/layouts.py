@@ -80,7 +80,8 @@ def show_layout(
     )
     timeline = vgpu.replay(found.steps[0].timeline, network=network)
     layers = found.steps[0].plan.sizes.layers
-    plots.timeline(timeline, f"A step with {layers} of the layers", devices=timeline.devices[:1])
+    message = f"A step with {layers} of the {found.plan.sizes.layers} layers"
+    plots.timeline(timeline, message, devices=timeline.devices[:1])
 
 
 def layout_explorer() -> ipywidgets.Widget:
