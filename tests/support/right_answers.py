@@ -190,4 +190,10 @@ def groups_of(sizes, dimension):
     return list(ranks.movedim(dimension, -1).reshape(-1, sizes[dimension]))
 """,
     ],
+    "14.2": [
+        """
+def mesh_for(hosts, gpus_per_host, tensor):
+    return [hosts, tensor, gpus_per_host // tensor], ["replicate", "tensor", "shard"]
+""",
+    ],
 }

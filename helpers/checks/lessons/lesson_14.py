@@ -1,4 +1,4 @@
-"""Checks for lesson 14: a mesh's groups, running softmax, a balanced ring, an expert's capacity."""
+"""Checks for lesson 14: a mesh's groups and names, running softmax, a balanced ring, an expert's capacity."""
 
 import math
 import random
@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+import vgpu
 from helpers import devices
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 from helpers.checks.watchers import ReadBacks
 from vgpu.profiling import EagerDispatchMode, OperatorLog
+from vgpu.units import format_seconds
 
 
 @exercise("14.1", "The groups of a mesh")
@@ -75,7 +77,92 @@ def _hint_for_groups(
     return "Two ranks are in one group if they differ only in their index in this dimension."
 
 
-@exercise("14.2", "The running softmax")
+_DIMENSIONS = ("replicate", "shard", "tensor")
+
+
+@exercise("14.2", "Name the dimensions")
+def mesh_for(answer: Callable[[int, int, int], Any]) -> dict[str, Any]:
+    clusters = [(2, 8, 8), (8, 8, 4), (random.randint(3, 5), 8, 2), (3, 4, 2)]
+    for hosts, gpus_per_host, tensor in clusters:
+        given = f"hosts {hosts}, gpus_per_host {gpus_per_host}, tensor {tensor}"
+        with for_input(given, "Return two tuples: three sizes, and the three names."):
+            sizes, names = map(tuple, answer(hosts, gpus_per_host, tensor))
+            if sorted(names) != sorted(_DIMENSIONS) or len(sizes) != len(names):
+                raise Wrong(
+                    yours=f"sizes {sizes}, names {names}",
+                    expected=f"three sizes, and the names {', '.join(_DIMENSIONS)}, each once",
+                    hint="It takes three dimensions: the copies of the model, each copy's shards, and "
+                    "the parts of each matmul.",
+                )
+            if math.prod(sizes) != hosts * gpus_per_host:
+                raise Wrong(
+                    yours=f"sizes {sizes} for {math.prod(sizes)} GPUs",
+                    expected=f"{hosts * gpus_per_host} GPUs",
+                    hint="The product of the sizes must be the number of GPUs: how many tensor groups "
+                    "fit into a host?",
+                )
+            groups = _groups_by_name(sizes, names)
+            _expect_places(groups, hosts, gpus_per_host, tensor)
+    cost = vgpu.CostModel(
+        vgpu.PRESETS["H100"],
+        network=vgpu.NETWORKS["InfiniBand NDR"],
+        gpus_per_host=gpus_per_host,
+    )
+    reversed_groups = _groups_by_name(sizes[::-1], names[::-1])
+    times = (
+        format_seconds(cost.group_time_s("all_reduce", 2**30, each["tensor"][0]))
+        for each in (groups, reversed_groups)
+    )
+    return {
+        "rank 0's groups": ", ".join(f"{name} {groups[name][0]}" for name in _DIMENSIONS)
+        + f" with {given}",
+        "an all-reduce of 1 GiB in a tensor group": "{}; in the reverse order, {} (H100s, "
+        "InfiniBand NDR)".format(*times),
+    }
+
+
+def _groups_by_name(sizes: Sequence[int], names: Sequence[str]) -> dict[str, list[list[int]]]:
+    """Return each dimension's groups of ranks; the first is rank 0's."""
+    ranks = torch.arange(math.prod(sizes)).view(*sizes)
+    return {
+        name: ranks.movedim(place, -1).reshape(-1, sizes[place]).tolist()
+        for place, name in enumerate(names)
+    }
+
+
+def _expect_places(
+    groups: dict[str, list[list[int]]], hosts: int, gpus_per_host: int, tensor: int
+) -> None:
+    """Raise ``Wrong`` unless the groups have the right sizes and are in the right hosts."""
+    if (size := len(groups["tensor"][0])) != tensor:
+        raise Wrong(
+            yours=f"tensor groups of {size}, such as {groups['tensor'][0]}",
+            expected=f"tensor groups of {tensor}",
+            hint="The first size is for the first name, and so on.",
+        )
+    hints = {
+        "tensor": "Its all-reduces would cross the network. A step in the last dimension leads to "
+        "the next rank, in the same host.",
+        "shard": "A step in the first dimension leads to another host. Only replicas may cross "
+        "hosts.",
+    }
+    for name, hint in hints.items():
+        for group in groups[name]:
+            if len({rank // gpus_per_host for rank in group}) > 1:
+                raise Wrong(
+                    yours=f"the {name} group {group}, in more than one host",
+                    expected=f"each {name} group in one host, of {gpus_per_host} ranks",
+                    hint=hint,
+                )
+    if (copies := len(groups["replicate"][0])) != hosts:
+        raise Wrong(
+            yours=f"{copies} copies of the model",
+            expected=f"{hosts}, one in each host",
+            hint="A host's GPUs hold one copy together: shard times tensor must be gpus_per_host.",
+        )
+
+
+@exercise("14.3", "The running softmax")
 def attend(answer: Callable[[torch.Tensor, Iterator[Any]], torch.Tensor]) -> dict[str, Any]:
     largest = 0.0
     # exp overflows at 89. Scores around ten thousand would be rounded so coarsely that right
@@ -180,7 +267,7 @@ def _hint_for_softmax(
     )
 
 
-@exercise("14.3", "Balance the ring")
+@exercise("14.4", "Balance the ring")
 def balanced(answer: Callable[[int, int], Sequence[int]]) -> dict[str, Any]:
     shown = {}
     for ranks in (2, 4, random.choice((3, 5, 6, 7)), 8):
@@ -214,7 +301,7 @@ def balanced(answer: Callable[[int, int], Sequence[int]]) -> dict[str, Any]:
     return shown
 
 
-@exercise("14.4", "An expert's capacity")
+@exercise("14.5", "An expert's capacity")
 def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) -> dict[str, Any]:
     operations = {}
     device = devices.lab(1)[0]

@@ -31,7 +31,7 @@ CLOSE_TO_A_BORDER = {
         "    import math\n"
         "    return math.ceil((gpus - 1) / gpus * flop_per_s / bytes_per_s)"
     ),
-    "14.2": (
+    "14.3": (
         "def attend(query, blocks):\n"
         "    best, total, output = None, 0, 0\n"
         "    for number, (keys, values) in enumerate(blocks):\n"
@@ -45,7 +45,7 @@ CLOSE_TO_A_BORDER = {
         "        best = new\n"
         "    return output / total"
     ),
-    "14.4": (
+    "14.5": (
         "def within_capacity(chosen, experts, capacity):\n"
         "    kept = torch.zeros_like(chosen, dtype=torch.bool)\n"
         "    for expert in range(experts):\n"

@@ -11,6 +11,15 @@ def groups_of(sizes, dimension):
     shape="sizes",
 )
 
+
+def _mesh(sizes, names):
+    return f"""
+def mesh_for(hosts, gpus_per_host, tensor):
+    names = ("replicate", "shard", "tensor")
+    return {sizes}, {names}
+"""
+
+
 _attend = template(
     """
 def attend(query, blocks):
@@ -65,6 +74,28 @@ WRONG = {
         ("def groups_of(sizes, dimension):\n    return 3", "Return a list of groups"),
     ],
     "14.2": [
+        (_mesh("(tensor, gpus_per_host // tensor, hosts)", "names[::-1]"), "cross the network"),
+        (_mesh("(hosts, gpus_per_host // tensor, tensor)", "names[::-1]"), "for the first name"),
+        (
+            _mesh("(gpus_per_host // tensor, hosts, tensor)", '("shard", "replicate", "tensor")'),
+            "Only replicas may cross",
+        ),
+        (_mesh("(hosts, gpus_per_host, tensor)", "names"), "The product of the sizes"),
+        (
+            _mesh(
+                "(2 * hosts, gpus_per_host // tensor // 2, tensor) if gpus_per_host > tensor "
+                "else (hosts, 1, tensor)",
+                "names",
+            ),
+            "hold one copy together",
+        ),
+        (
+            _mesh("(hosts * gpus_per_host // tensor, tensor)", '("shard", "tensor")'),
+            "It takes three dimensions",
+        ),
+        ("def mesh_for(hosts, gpus_per_host, tensor):\n    return 3", "Return two tuples"),
+    ],
+    "14.3": [
         (
             "def attend(query, blocks):\n    parts = [F.scaled_dot_product_attention(query, k, v) "
             "for k, v in blocks]\n    return torch.stack(parts).mean(0)",
@@ -117,12 +148,12 @@ WRONG = {
         (_attend().replace("-math.inf", "0.0"), "all scores may be below 0"),
         ("def attend(query, blocks):\n    return query.sum()", "the query's shape"),
     ],
-    "14.3": [
+    "14.4": [
         ("def balanced(rank, ranks):\n    return 2 * rank, 2 * rank + 1", "an early one"),
         ("def balanced(rank, ranks):\n    return rank, 2 * ranks - rank", "no rank holds"),
         ("def balanced(rank, ranks):\n    return rank", "Return the indices of two chunks"),
     ],
-    "14.4": [
+    "14.5": [
         (_PLACES.format(result="places < capacity"), "Too few are kept"),
         (_PLACES.format(result="places - 1 <= capacity"), "Too many are kept"),
         (_PLACES.format(result="(places <= capacity).long()"), "A comparison returns booleans"),
