@@ -253,7 +253,11 @@ def halves(sent: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
     axes.axis("off")
     words = ("no halves", "one half", "two halves", "three halves")
     message = ", ".join(f"{name} sends {words[count]}" for name, count in counts.items())
-    title(axes, message, "each box is half of an all-reduce's bytes; gray: computation")
+    title(
+        axes,
+        message,
+        "amounts, not times: each box is half of an all-reduce's bytes; gray: computation",
+    )
     summary = "; ".join(
         f"{name}: " + ", ".join(f"{' and '.join(way[p]) or 'nothing'} in {p}" for p in phases)
         for name, way in sent.items()

@@ -468,7 +468,7 @@ def _work_of(events: Sequence[TraceEvent]) -> str:
         ways = {"in" if event.device == event.target else "out" for event in events}
         return f"copies {ways.pop()}" if len(ways) == 1 else "copies"
     if kinds == {"kernel"} and all("copy" in event.name for event in events):
-        return "copies"  # such as FSDP2's, into the buffer that it gathers
+        return "copies"
     return names[0] if len(names) == 1 else f"stream {events[0].stream}"
 
 
@@ -482,6 +482,8 @@ def kind_of(event: TraceEvent) -> str:
     """Return the kind of an event, shown by its color: forward (of a module), backward, copy and so on."""
     if event.kind != "kernel":
         return event.kind
+    if event.stream and "copy" in event.name:
+        return "copy"  # such as FSDP2's, into the buffer that it gathers
     if event.backward:
         return "backward"
     return "forward" if event.module else "other kernels"
