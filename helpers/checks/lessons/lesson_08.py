@@ -328,4 +328,4 @@ def _why(yours: object, first: Sequence[float], second: Sequence[float]) -> str:
             f"{numbers} That's no more than two standard errors. (Use statistics.variance, which "
             "divides by one less than the number of repeats.)"
         )
-    return f"{numbers} The answer describes the second list."
+    return f'{numbers} The answer describes the second list: "slower" if its mean is higher.'

@@ -111,8 +111,8 @@ def layers_per_stage(answer: Callable[[list[float], int], Sequence[int]]) -> dic
                 yours=f"stages of {[round(each, 6) for each in stages]} units, a step of {taken:g}",
                 expected=f"a step of at most {1.05 * best:g} units",
                 given=given,
-                hint=f"All stages run at the pace of the longest, {max(stages):g} units here. It "
-                "can be shorter.",
+                hint=f"All stages run at the pace of the longest, which takes {max(stages):g} units "
+                "here. With other cuts, it takes less.",
             )
         even = len(layer_times) // devices
         equal = [*[even] * (devices - 1), len(layer_times) - even * (devices - 1)]
