@@ -2,11 +2,11 @@
 
 from broken_claims import Broken
 
-EDIT = "y.data.clamp_(-0.5, 0.5)"
+EDIT = "y.data.clamp_(-0.2, 0.2)"
 
 BROKEN = [
-    Broken("A24", ".data is a copy", old=EDIT, new="y.data.clone().clamp_(-0.5, 0.5)"),
-    Broken("A24", "autograd sees the edit", old=EDIT, new="y = y.clamp(-0.5, 0.5)"),
+    Broken("A24", ".data is a copy", old=EDIT, new="y.data.clone().clamp_(-0.2, 0.2)"),
+    Broken("A24", "autograd sees the edit", old=EDIT, new="y = y.clamp(-0.2, 0.2)"),
     Broken("A25", "detach copies", old="alias = y.detach()", new="alias = y.detach().clone()"),
     Broken("A25", "detach hides the edit", old="alias = y.detach()", new="alias = y.data"),
     Broken(
