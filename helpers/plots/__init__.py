@@ -20,6 +20,7 @@ from helpers.plots.dataparallel import (
     replica_sizes,
     share_bars,
     shares,
+    split_grid,
     where_layers_run,
 )
 from helpers.plots.devices import memories, relabeled
@@ -143,6 +144,7 @@ __all__ = [
     "show",
     "spans",
     "speedups",
+    "split_grid",
     "split_sizes",
     "split_times",
     "step_by_cause",

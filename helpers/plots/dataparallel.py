@@ -1,17 +1,18 @@
 """Figures for DataParallel: shares of a batch, the parts of a call, bytes per GPU, times against DDP's."""
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyBboxPatch, Rectangle
+from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 from matplotlib.patheffects import withStroke
 
 from helpers.plots.memory import CAUSE_COLORS, MIB
 from helpers.plots.style import (
     COLORS,
+    RANK_COLORS,
     figure,
     headline,
     legend_beside,
@@ -101,10 +102,10 @@ def idle_gpus(idle: Mapping[int, int], gpu_count: int) -> None:
             arrowprops={"arrowstyle": "->", "color": "#555555"},
         )
     axes.set_xticks(range(gpu_count, max(idle) + 1, gpu_count))
-    axes.set(xlabel="batch size", ylabel="idle GPUs", ylim=(0, gpu_count))
+    axes.set(xlabel="batch size", ylabel=f"idle GPUs, of {gpu_count}", ylim=(0, gpu_count))
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="x", visible=False)
-    title(axes, f"Idle GPUs, out of {gpu_count}", "counted from PyTorch's scatter")
+    title(axes, f"A multiple of {gpu_count} keeps every GPU busy", "counted from PyTorch's scatter")
     some = ", ".join(f"{count} at {size}" for size, count in idle.items() if count)
     show(fig, f"Bar chart of idle GPUs, out of {gpu_count}, by batch size: {some}; otherwise 0.")
 
@@ -162,6 +163,38 @@ def _stack_shares(axes: Axes, x: float, sizes: Sequence[int], idle: int) -> None
         low = bottom + 0.4 + 2.6 * above
         axes.add_patch(Rectangle((x - 0.35, low), 0.7, 2.2, fill=False, ls="--", ec="#555555"))
         axes.text(x, low + 1.05, "idle", ha="center", va="center", fontsize=7)
+
+
+def split_grid(chunks: Sequence[torch.Tensor], apart: torch.Tensor, dim: int, heading: str) -> None:
+    """Draw a batch of sequences as a grid, a row per sequence, colored by the GPU that got each cell.
+
+    ``chunks`` are the inputs (T, B, ...) as scattered along ``dim``, one per GPU. ``apart`` (T, B) is
+    written in the cells: how far the output is from a single GPU's.
+    """
+    steps, sequences = apart.shape
+    owners = [chunk.device for chunk in chunks for _ in range(chunk.shape[dim])]
+    colors = {chunk.device: color for chunk, color in zip(chunks, RANK_COLORS, strict=False)}
+    fig, axes = figure(width=6.5, height=1.1 + 0.28 * sequences)
+    for step, row in product(range(steps), range(sequences)):
+        color = colors[owners[row if dim else step]]
+        axes.add_patch(Rectangle((step, row), 1, 1, facecolor=color, edgecolor="white"))
+        text = f"{apart[step, row]:.2f}"
+        axes.text(step + 0.5, row + 0.5, text, ha="center", va="center", fontsize=9)
+    axes.set(xlim=(0, steps), ylim=(sequences, 0), xlabel="time step", ylabel="sequence")
+    axes.set_xticks([step + 0.5 for step in range(steps)], range(1, steps + 1))
+    axes.set_yticks([row + 0.5 for row in range(sequences)], range(1, sequences + 1))
+    axes.tick_params(length=0)
+    axes.grid(visible=False)
+    keys = [Patch(color=color, label=str(gpu)) for gpu, color in colors.items()]
+    legend_beside(axes, handles=keys)
+    title(axes, heading, "in the cells: largest difference from a single GPU's output")
+    along = "time steps" if dim == 0 else "sequences"
+    parts = ", ".join(f"{chunk.shape[dim]} {along} on {chunk.device}" for chunk in chunks)
+    show(
+        fig,
+        f"A grid of {sequences} sequences by {steps} time steps, split into {parts}. The largest "
+        f"difference is {apart.max():.2f}.",
+    )
 
 
 # The causes that a Snapshot of an iteration can have.

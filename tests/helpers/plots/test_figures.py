@@ -60,6 +60,16 @@ def test_replica_sizes_draws_batches_that_are_split_alike_once(drawn):
     assert drawn[0] == ["4", "3", "1", "idle"]
 
 
+@pytest.mark.virtual_gpus(2)
+def test_split_grid_says_which_gpu_got_what(alts):
+    sequences, gpus = torch.zeros(5, 2, 1, device="vgpu:0"), [0, 1]
+    for dim in (0, 1):
+        chunks = nn.parallel.scatter(sequences, gpus, dim)
+        plots.split_grid(chunks, torch.full((5, 2), 0.25), dim, "split")
+    assert "3 time steps on vgpu:0, 2 time steps on vgpu:1" in alts[0] and "is 0.25" in alts[0]
+    assert "1 sequences on vgpu:0, 1 sequences on vgpu:1" in alts[1]
+
+
 def test_idle_gpus_lists_the_batches_that_leave_gpus_idle(alts):
     plots.idle_gpus({1: 1, 2: 0, 3: 0}, 2)
     assert "1 at 1; otherwise 0" in alts[0]
