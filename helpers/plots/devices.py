@@ -25,8 +25,8 @@ def memories(
     """
     devices = [torch.device("cpu"), *gpus]
     places = _in_memories(tensors, devices)
-    fig, axes = figure(width=7.5, height=2.3)
-    axes.set(xlim=(0, 3 * len(devices)), ylim=(0.1, 3.1))
+    fig, axes = figure(width=7.5, height=2.3 if copies else 1.9)
+    axes.set(xlim=(0, 3 * len(devices)), ylim=(0.1 if copies else 0.65, 3.1))
     axes.set_axis_off()
     for column, device in enumerate(devices):
         name = "main memory (cpu)" if device.type == "cpu" else f"memory of {device}"
@@ -39,7 +39,7 @@ def memories(
         tensor = tensors[names[0]]
         shown = f"[{', '.join(f'{round(x, 2):g}' for x in tensor.flatten().tolist())}]"
         inside = shown if tensor.dim() == 1 and len(tensor) <= 3 else tuple(tensor.shape)
-        axes.text(x, y, f"{', '.join(names)}  {inside}", ha="center", va="center", fontsize=10)
+        axes.text(x, y, f"{', '.join(names)}  {inside}", ha="center", va="center", fontsize=9)
     where = {name: place for place, names in places.items() for name in names}
     for source, target in copies:
         (x, y), (end, level) = where[source], where[target]

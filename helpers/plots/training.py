@@ -88,7 +88,7 @@ def learning_curves(history: Sequence[Mapping[str, float]], device: object) -> N
     percent = [100 * record["test_accuracy"] for record in history]
     right.plot(epochs, percent, color=COLORS["orange"], marker="o", markersize=4)
     right.axhline(97, color=COLORS["gray"], linewidth=1, linestyle="--")
-    right.annotate("97%", (1, 97), textcoords="offset points", xytext=(0, 4), color="#666666")
+    right.annotate("goal: 97%", (1, 97), textcoords="offset points", xytext=(0, 4), color="#666666")
     right.set(xlabel="epoch", ylabel="held-out accuracy (%)")
     title(right, f"{percent[-1]:.1f}% after {len(history)} epochs", f"measured, {device}")
     first, last = history[0], history[-1]
@@ -142,7 +142,7 @@ def resumed_curves(
         off = [abs(losses[step] - whole[step]) for step in steps]
         below.plot(steps, off, **style, label=label if any(off) else f"{label}: exactly 0")
     for axes in (above, below):
-        axes.axvline(stopped_after - 0.5, color=COLORS["gray"], linewidth=1)
+        axes.axvline(stopped_after - 0.5, color="#555555", linewidth=1, label="stopped here")
     above.set(ylabel="loss (nats)")
     above.legend()
     below.legend(loc="upper left")
