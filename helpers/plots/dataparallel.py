@@ -44,7 +44,7 @@ def shares(runs: dict[int, list[tuple[torch.device, int]]]) -> None:
         texts.append(f"With {count} GPU{'s' if count > 1 else ''}: {', '.join(map(str, samples))}.")
         axes.grid(axis="x", visible=False)
     panels[0][0].set_ylabel("samples received")
-    headline(fig, "Every GPU gets a share of the batch", "counted by a hook")
+    headline(fig, "Shares are rounded up: the last GPU gets what's left", "counted by a hook")
     show(fig, f"Bar chart of samples per GPU. {' '.join(texts)}")
 
 

@@ -84,11 +84,12 @@ def learning_curves(history: Sequence[Mapping[str, float]], device: object) -> N
         left.plot(epochs, [record[name] for record in history], color=COLORS[color], label=label)
     left.set(xlabel="epoch", ylabel="cross-entropy (nats)", yscale="log")
     left.legend()
-    title(left, "The loss falls on both", f"measured, {device}")
+    title(left, "Both losses fall", f"measured, {device}")
     percent = [100 * record["test_accuracy"] for record in history]
     right.plot(epochs, percent, color=COLORS["orange"], marker="o", markersize=4)
     right.axhline(97, color=COLORS["gray"], linewidth=1, linestyle="--")
-    right.annotate("goal: 97%", (1, 97), textcoords="offset points", xytext=(0, 4), color="#666666")
+    at_the_end: Any = {"xytext": (0, -12), "textcoords": "offset points", "ha": "right"}
+    right.annotate("goal: 97%", (len(history), 97), color="#666666", **at_the_end)
     right.set(xlabel="epoch", ylabel="held-out accuracy (%)")
     title(right, f"{percent[-1]:.1f}% after {len(history)} epochs", f"measured, {device}")
     first, last = history[0], history[-1]
