@@ -10,15 +10,22 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
-from helpers.widgets.live import ANSWERS
 from teaching import lessons
+from teaching.answers import ANSWERS
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 STATE = "application/vnd.jupyter.widget-state+json"
 CELL_SECONDS = 300
 # Lesson 15's explorer records dozens of layouts, which take a few seconds each on an idle machine.
 ANSWERS_SECONDS = 3600
-ASK = "from helpers.widgets import live\nlive.show_answers()\ndel live"
+# Other folders come first, so that this changes nothing that the lesson imports.
+ASK = f"""\
+import sys
+sys.path.append({str(lessons.ROOT)!r})
+from teaching.answers import ask
+ask()
+sys.path.pop()
+del ask"""
 LIVE_ONLY = "*This explorer has sliders in JupyterLab.*"
 
 
@@ -26,7 +33,7 @@ def run(path: Path, cache: Path) -> nbformat.NotebookNode:
     """Execute a lesson in a fresh kernel; cache it in ``cache`` until it or the packages change.
 
     A widget is replaced with its first picture and a sentence that says it needs JupyterLab. Its
-    explorers' answers (``helpers.widgets.live.answers``) are added as ANSWERS. Raises
+    explorers' answers (``teaching.answers.answers``) are added as ANSWERS. Raises
     nbclient.exceptions.CellExecutionError if a cell fails.
     """
     kept = cache / f"{path.stem}-{_digest(path)}.ipynb"
@@ -54,7 +61,7 @@ def run(path: Path, cache: Path) -> nbformat.NotebookNode:
 def _digest(path: Path) -> str:
     """Return a digest of the lesson and the packages behind it."""
     digest = hashlib.sha256(path.read_bytes())
-    for package in ("vgpu", "helpers"):
+    for package in ("vgpu", "helpers", "teaching"):
         for source in sorted((lessons.ROOT / package).rglob("*.py")):
             digest.update(source.read_bytes())
     return digest.hexdigest()[:16]

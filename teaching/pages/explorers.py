@@ -12,7 +12,7 @@ from typing import Any
 
 import nbformat
 
-from helpers.widgets.live import ANSWERS
+from teaching.answers import ANSWERS
 
 PICTURE = re.compile(r'src="data:image/png;base64,([A-Za-z0-9+/=]+)"')
 NOTE = (
@@ -55,7 +55,7 @@ def seconds(cell: nbformat.NotebookNode) -> float:
 
 
 def explorer(found: dict[str, Any], pictures: Path, name: str) -> str:
-    """Return an explorer as HTML, from ``helpers.widgets.live.answers``; ``name`` is its id."""
+    """Return an explorer as HTML, from ``teaching.answers.answers``; ``name`` is its id."""
     parts = [_html(part, pictures) for part in found["parts"]]
     first = "".join(parts[part] for part in found["answers"][_now(found)])
     controls = [

@@ -7,8 +7,8 @@ import nbformat
 import pytest
 from levels import ALL
 
-from helpers.widgets.live import ANSWERS
 from teaching import lessons, rendered
+from teaching.answers import ANSWERS
 from teaching.pages import explorers
 
 SETUP = "%matplotlib inline\nfrom helpers.widgets.ring import ring_explorer, show_ring"

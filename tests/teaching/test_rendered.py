@@ -2,8 +2,8 @@
 
 import nbformat
 
-from helpers.widgets.live import ANSWERS
 from teaching import rendered
+from teaching.answers import ANSWERS
 
 EXPLORER = """
 import ipywidgets
