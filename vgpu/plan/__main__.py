@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 import vgpu
 from vgpu.plan import serving
 from vgpu.plan.experts import ExpertSizes
@@ -53,6 +51,10 @@ examples:
   serving 70B on four GPUs, in float8: how many users at once, and how fast
     python -m vgpu.plan --serve --model 70B --tp 4 --weight-bits 8 --cache-bits 8 --prompt 1000
 """
+
+ADVICE = """\
+To keep less on each GPU: a smaller --batch, --recompute full, --reshard-after-forward, or more ranks
+(--dp-shard, --tp, --pp). --search lists all layouts, batches and recomputation policies that fit."""
 
 MODELS = LLAMA | MIXTRAL
 _SIZES = {
@@ -256,7 +258,7 @@ def _predict_and_print(given: dict[str, Any]) -> None:
         step.timeline.to_chrome_trace(trace)
         print(f"\nThe step's trace is in {trace}: open it in https://ui.perfetto.dev.")
     if not step.fits:
-        print(f"\n{remedies(step, costs)}")
+        print(f"\n{ADVICE}")
 
 
 def plan_of(given: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
@@ -364,73 +366,6 @@ def _pipeline(plan: Plan) -> str:
     return (
         f"{plan.schedule.name}: {plan.schedule.micro_batches} micro-batches of size "
         f"{plan.micro_batch}; layers per stage: {cut}"
-    )
-
-
-def remedies(step: Step, costs: dict[str, Any]) -> str:
-    """Describe changes that make the plan fit, fastest first; each is tried on the cluster.
-
-    If no single change is enough, each is tried along with full recomputation and resharding after
-    forward.
-    """
-    plan, single = step.plan, _changes(step.plan)
-    least = {"recompute": RECOMPUTE[-1], "reshard_after_forward": True}
-    least = {name: value for name, value in least.items() if getattr(plan, name) != value}
-    others = [change for change in single if not change.keys() & least.keys()]
-    for changes in (single, [least | change for change in ({}, *others)] if least else []):
-        rows = []
-        for change in tqdm(changes, desc="looking for plans that fit", leave=False):
-            try:
-                tried = predict(_changed(plan, change), **costs)
-            except ValueError:  # the batch, heads or hosts aren't divisible
-                continue
-            if tried.fits:
-                rows.append((tried.tokens_per_s, _options(change), tried.reserved_bytes))
-        if rows:
-            table = [
-                (text, format_bytes(size), f"{speed:,.0f}")
-                for speed, text, size in sorted(rows, reverse=True)
-            ]
-            return str(Table(("what would fit", "reserved", "tokens/s per GPU"), table))
-    return (
-        "None of the changes that were tried makes it fit: smaller batches, more sharding, "
-        "recomputation, resharding after forward. Use more GPUs."
-    )
-
-
-def _changes(plan: Plan) -> list[dict[str, Any]]:
-    """Return individual changes that keep less in memory."""
-    layout = plan.layout
-    changes: list[dict[str, Any]] = [
-        {"recompute": how} for how in RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1 :]
-    ]
-    if layout.dp_shard > 1 and not plan.reshard_after_forward:
-        changes.append({"reshard_after_forward": True})
-    if plan.batch > 1:
-        changes.append({"batch": plan.batch // 2})
-    if layout.pp > 1:
-        changes.append({"micro_batches": 2 * plan.schedule.micro_batches})
-    if layout.dp_replicate > 1:
-        changes.append({"dp_replicate": 1, "dp_shard": layout.dp})
-    for by in (2, 4, 8):
-        if layout.dp_shard % by == 0 and layout.tp * by <= plan.gpus_per_host:
-            # Ranks that had their own samples now share each layer and all of their samples.
-            shared = {"dp_shard": layout.dp_shard // by, "tp": layout.tp * by}
-            changes.append({**shared, "batch": plan.batch * by})
-    return changes
-
-
-def _changed(plan: Plan, change: dict[str, Any]) -> Plan:
-    degrees = {name: value for name, value in change.items() if name in _LAYOUT}
-    others = {name: value for name, value in change.items() if name not in _LAYOUT}
-    return dataclasses.replace(plan, layout=dataclasses.replace(plan.layout, **degrees), **others)
-
-
-def _options(change: dict[str, Any]) -> str:
-    """Return the options as text, such as "--recompute full --reshard-after-forward"."""
-    return " ".join(
-        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-        for name, value in change.items()
     )
 
 

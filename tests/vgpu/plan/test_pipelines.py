@@ -219,10 +219,6 @@ def test_the_trace_has_a_row_for_each_stage(tmp_path, capsys):
     assert_is_drawn(rows)
 
 
-def test_smaller_micro_batches_are_tried_if_a_plan_does_not_fit():
-    assert {"micro_batches": 4} in command._changes(plan(Layout(pp=2), 4))
-
-
 # Invalid input
 
 
