@@ -17,9 +17,8 @@ from typing import NoReturn
 
 from helpers.checks import evaluate
 from helpers.checks.core import Outcome
-from teaching import lessons
+from teaching import guard, lessons
 from teaching.cells import Shell
-from vgpu.launch import guard
 from vgpu.launch.rank import as_if_fresh
 
 LONGEST_MESSAGE = 2000
@@ -100,7 +99,7 @@ def _text(error: BaseException) -> str:
 
 
 def main(folder: Path) -> NoReturn:
-    guard.enter(orphaned_s=0.0)  # no grace period: an answer may never exit on its own
+    guard.enter()
     as_if_fresh()
     job = json.loads((folder / "job").read_text(encoding="utf-8"))
     _limit_files(job["memory_bytes"])

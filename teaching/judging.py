@@ -14,9 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from teaching import lessons
+from teaching import guard, lessons
 from teaching.judge import Task
-from vgpu.launch import guard
 from vgpu.units import format_bytes
 
 POLL_S = 0.1

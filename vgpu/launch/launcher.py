@@ -75,8 +75,8 @@ def run(
     not counting the start of the ranks; None means no limit.
 
     Raises RankRaised, RankDied or RanksHung (each a LaunchError) if a rank doesn't return, and
-    TypeError or ValueError for invalid arguments. No process outlives the call, except, on systems
-    other than Linux, one that a rank started in a separate session.
+    TypeError or ValueError for invalid arguments. No process outlives the call, except one that a
+    rank started in a session of its own, such as a daemon.
     """
     __tracebackhide__ = True
     _check(function, nprocs, args, timeout_s, output)

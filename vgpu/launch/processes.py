@@ -2,7 +2,7 @@
 
 import os
 import shutil
-import sys
+import signal
 import tempfile
 import time
 import uuid
@@ -15,15 +15,11 @@ from typing import Any
 
 import psutil
 
-from vgpu.launch import guard
 from vgpu.launch.call_sites import RankState
 from vgpu.launch.forkserver import context, main_module_hidden
 from vgpu.launch.hangs import STOPPED, ranks_text
 from vgpu.launch.output import RankOutput
 from vgpu.launch.rank import Failure, Job, Joined, Result, function_path, main
-
-END_LIMIT_S = 10.0
-"""How long a rank and everything it started may take to exit."""
 
 _PIPE_BYTES = 1 << 16
 
@@ -51,10 +47,8 @@ class RankProcess:
     @property
     def is_stopped(self) -> bool:
         """Whether a signal has stopped the rank's process."""
-        if self.joined is None:
-            return False
         try:
-            return psutil.Process(self.joined.pid).status() == psutil.STATUS_STOPPED
+            return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
         except psutil.NoSuchProcess:  # the process has exited in the meantime
             return False
 
@@ -204,12 +198,9 @@ class RankProcesses:
 
     def _end(self) -> None:
         for rank in self.ranks:
-            # The guard of a rank that has exited is gone, too, and its id may have been reused.
-            if rank.ended_ns is None or sys.platform != "linux":
-                guard.end(rank.process.pid)
-        for rank in self.ranks:
-            rank.process.join(END_LIMIT_S)
+            _kill_descendants(rank.process.pid)
             rank.process.kill()
+        for rank in self.ranks:
             rank.process.join()
             if rank.ended_ns is None:
                 self._read_output(rank, everything=True)
@@ -217,3 +208,13 @@ class RankProcesses:
             rank.control.close()
             rank.output.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _kill_descendants(pid: int) -> None:
+    """Kill what a rank started, and is in its process group; on Windows, all of its descendants."""
+    with suppress(OSError, psutil.Error):  # the group is gone, or doesn't exist yet
+        if hasattr(os, "killpg"):
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            for process in psutil.Process(pid).children(recursive=True):
+                process.kill()

@@ -33,7 +33,6 @@ import torch.distributed as dist
 
 import vgpu
 from vgpu import backend
-from vgpu.launch import guard
 from vgpu.launch.call_sites import count_messages, rank_state
 from vgpu.launch.forkserver import SOCKETS_FOLDER
 from vgpu.launch.output import redirect
@@ -79,9 +78,6 @@ class Job:
 @dataclass
 class Joined:
     """The rank has joined its process group; the function starts."""
-
-    pid: int
-    """The rank's own process id; the parent may only know the guard's."""
 
 
 @dataclass
@@ -210,7 +206,6 @@ def main(control: Connection, output: Connection, scratch: Path) -> None:
         # along with it.
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    guard.enter()
     redirect(output)
     _rank = _Rank(control, scratch)
     job: Job = _rank.receive()
@@ -264,7 +259,7 @@ def _outcome(rank: _Rank, job: Job) -> Result | Failure:
             function, args = pickle.load(file)
         kind = "raised"
         _join_group(job, rank.scratch)
-        rank.send(Joined(os.getpid()))
+        rank.send(Joined())
         rank.stage = "runs"
         value = function(job.rank, job.world_size, *args)
         rank.stage = "has returned"

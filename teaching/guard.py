@@ -20,9 +20,6 @@ import psutil
 if sys.platform == "linux":
     import resource
 
-ADOPTS = sys.platform == "linux"
-"""Whether a guard kills all descendants, including daemons."""
-
 GRACE_S = 0.5
 """The time that processes have to notice that their parent has ended, and to clean up."""
 
@@ -32,13 +29,12 @@ _NOTICED = (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM) if sys.platform == "l
 _END_S = 5.0
 
 
-def enter(orphaned_s: float = _END_S) -> None:
+def enter() -> None:
     """Continue as the child of a guard, in a new session; the guard keeps this process's id.
 
     The guard exits with the child's status, once everything that the child started has exited. On
-    SIGTERM, it kills these processes. If its own parent dies, it first gives them ``orphaned_s``
-    seconds to exit on their own. Does nothing on systems other than Linux. The process must not
-    have threads.
+    SIGTERM, and if its own parent dies, it kills these processes. Does nothing on systems other
+    than Linux. The process must not have threads.
     """
     if sys.platform != "linux":
         return
@@ -52,7 +48,7 @@ def enter(orphaned_s: float = _END_S) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
     try:
-        _end_as(_guard(child, orphaned_s))
+        _end_as(_guard(child))
     finally:
         os._exit(1)  # whatever happens, only the child continues
 
@@ -77,7 +73,7 @@ def _kill(processes: list[psutil.Process]) -> None:
             process.kill()
 
 
-def _guard(child: int, orphaned_s: float) -> int:
+def _guard(child: int) -> int:
     """Wait until the child exits or must be killed, and end its descendants; return its status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A reader notices the child's exit by its closed pipes, so the guard must not keep them open.
@@ -89,9 +85,7 @@ def _guard(child: int, orphaned_s: float) -> int:
     while child not in statuses and number == signal.SIGCHLD:
         number = signal.Signals(signal.sigwait(_NOTICED))
         _reap(statuses)
-    # When its parent dies, a rank removes its folder and exits on its own.
-    grace_s = {signal.SIGCHLD: GRACE_S, signal.SIGHUP: orphaned_s, signal.SIGTERM: 0.0}[number]
-    until_s = time.monotonic() + grace_s
+    until_s = time.monotonic() + (GRACE_S if number == signal.SIGCHLD else 0.0)
     while _reap(statuses) and (left_s := until_s - time.monotonic()) > 0:
         signal.sigtimedwait(_NOTICED, left_s)
     until_s = time.monotonic() + _END_S
