@@ -149,7 +149,12 @@ class Segment(NamedTuple):
 
 
 class CachingAllocator:
-    """The segments of one GPU and the blocks in them."""
+    """The segments of one GPU and the blocks in them.
+
+    The terms are those of ``torch.cuda``: ``peak_reserved_bytes`` is its ``max_memory_reserved()``.
+    If what remains of a piece is too small to split off, the piece counts as allocated in full,
+    which is up to 1 MiB more than was requested.
+    """
 
     def __init__(
         self,

@@ -46,23 +46,6 @@ class MemoryEvent:
     label: str = ""  # for an allocation, the result of the record's ``label``
 
 
-@dataclass(frozen=True)
-class AllocatorStats:
-    """The state of CUDA's caching allocator after one device's events.
-
-    The terms are those of ``torch.cuda``: ``peak_reserved_bytes`` is its ``max_memory_reserved()``.
-    If what remains of a piece is too small to split off, the piece counts as allocated in full,
-    which is up to 1 MiB more than was requested.
-    """
-
-    reserved_bytes: int  # at the end
-    peak_reserved_bytes: int
-    allocated_bytes: int  # at the end
-    peak_allocated_bytes: int
-    segments: int  # at the end
-    retries: int  # how often cached segments were freed because memory ran out
-
-
 class MemoryRecord:
     """The events of a ``record_memory`` block, in order."""
 
@@ -108,9 +91,10 @@ class MemoryRecord:
         device: torch.device | str,
         expandable_segments: bool = False,
         capacity_bytes: int | None = None,
-    ) -> AllocatorStats:
-        """Return what CUDA's caching allocator would reserve on ``device`` for the same events.
+    ) -> CachingAllocator:
+        """Return CUDA's caching allocator after the same events on ``device``.
 
+        Its ``peak_reserved_bytes`` is what ``torch.cuda.max_memory_reserved()`` would be.
         ``expandable_segments`` is as in ``PYTORCH_CUDA_ALLOC_CONF``; ``capacity_bytes`` overrides
         the virtual GPU's capacity. Raises OutOfMemoryError if the allocator would run out of memory.
 
@@ -123,14 +107,7 @@ class MemoryRecord:
         allocator = CachingAllocator(wanted, capacity_bytes, expandable_segments)
         for _ in self.replay(allocator):
             pass
-        return AllocatorStats(
-            reserved_bytes=allocator.reserved_bytes,
-            peak_reserved_bytes=allocator.peak_reserved_bytes,
-            allocated_bytes=allocator.allocated_bytes,
-            peak_allocated_bytes=allocator.peak_allocated_bytes,
-            segments=allocator.segments,
-            retries=allocator.retries,
-        )
+        return allocator
 
     def replay(self, allocator: CachingAllocator) -> Iterator[MemoryEvent]:
         """Replay the events of the allocator's device on it, and yield each event afterwards."""
