@@ -110,35 +110,6 @@ _FUSED_TAGS = {torch.Tag.pointwise, getattr(torch.Tag, "reduction", torch.Tag.po
 class OperatorInfo:
     """How to run and record calls to one operator."""
 
-    __slots__ = (
-        "aliases",
-        "allocates",
-        "convolves",
-        "copies",
-        "decomposes",
-        "draws",
-        "func",
-        "fuses",
-        "handler",
-        "has_lists_of_factors",
-        "indexes",
-        "launches_nothing",
-        "makes_on_device",
-        "name",
-        "parts",
-        "records_itself",
-        "reshapes",
-        "schema_name",
-        "shape_handler",
-        "unchanged",
-        "unreturned",
-        "waits",
-        "with_generator",
-        "writes",
-        "writes_lists",
-        "written_places",
-    )
-
     def __init__(self, func: Operator) -> None:
         schema = func._schema
         self.func = func  # keeps it alive, so that its id isn't reused
