@@ -7,14 +7,14 @@ collectives need few checks, because they create their results and copy non-cont
 table.py lists the checks for each operator.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from vgpu.tensor.operators import Kwargs
+from vgpu.tensor.operators import Kwargs, tensors_in
 from vgpu.tensor.tensor import VirtualTensor
 
 Tensors = list[torch.Tensor]
@@ -71,15 +71,6 @@ _OUTPUTS = ("output_tensors", "output_tensor", "output_lists", "outputs", "outpu
 
 def _tensors_of(arguments: Kwargs, names: Iterable[str]) -> Tensors:
     return [tensor for name in names for tensor in tensors_in(arguments.get(name))]
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def size_bytes_of(tensors: Iterable[torch.Tensor]) -> int:

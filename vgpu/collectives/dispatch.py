@@ -20,13 +20,13 @@ from torch.distributed import distributed_c10d
 
 from vgpu.collectives import borrowed_buffers, process_groups, table
 from vgpu.collectives.borrowed_buffers import BorrowedBuffers
-from vgpu.collectives.calls import Call, tensors_in
+from vgpu.collectives.calls import Call
 from vgpu.collectives.work import Ending, OwnMessage, Waiting, work_of
 from vgpu.memory import gpus
 from vgpu.memory.gpus import VirtualGPU
 from vgpu.tensor.observer import virtual_among
 from vgpu.tensor.operator_info import ShapesMode, handler, shape_handler
-from vgpu.tensor.operators import Args, Kwargs, Operator
+from vgpu.tensor.operators import Args, Kwargs, Operator, tensors_in
 from vgpu.tensor.tensor import VirtualTensor, run_unrecorded
 from vgpu.time import recording
 from vgpu.time.recording import Recording, gpu_of
