@@ -243,21 +243,6 @@ class DeviceMemory:
         """Bytes that aren't reserved."""
         return max(self.capacity_bytes - self.reserved()[0], 0)
 
-    def summary(self) -> str:
-        """Return the counters as a table."""
-        reserved_bytes, peak_reserved_bytes = self.reserved()
-        rows = [
-            ("allocated", format_size(self.allocated_bytes)),
-            ("peak", format_size(self.peak_bytes)),
-            ("reserved", format_size(reserved_bytes)),
-            ("peak reserved", format_size(peak_reserved_bytes)),
-            ("capacity", format_size(self.capacity_bytes)),
-            ("live blocks", str(self.live_block_count)),
-            ("allocations so far", str(self.allocation_count)),
-        ]
-        lines = [f"{name:<20}{value:>14}" for name, value in rows]
-        return "\n".join([f"{'memory of ' + str(self.device):^34}", "-" * 34, *lines])
-
     def out_of_host_memory(self, size_bytes: int) -> str:
         """Return the error message for a block that fits on the GPU but not in host memory."""
         return (

@@ -219,8 +219,8 @@ def ipc_collect() -> None:
 
 
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
-    """Return a small table of a device's bytes and blocks."""
-    return _memory_of(device).summary()
+    """Return ``memory_stats`` as text, one per line."""
+    return "\n".join(f"{name}: {value:,}" for name, value in memory_stats(device).items())
 
 
 # Random numbers
