@@ -1,7 +1,8 @@
 """``torch.vgpu``, the counterpart of ``torch.cuda``. This module itself is registered with torch.
 
-A ``device`` of None means the current device, as in ``torch.cuda``. The modules ``torch.vgpu.amp``,
-``memory``, ``nvtx`` and ``random`` are created at the end of this file.
+A ``device`` of None means the current device, as in ``torch.cuda``. Some names
+are imported from the files that implement them. The modules ``torch.vgpu.amp``, ``memory``,
+``nvtx`` and ``random`` are created at the end of this file.
 """
 
 import contextlib
@@ -16,11 +17,11 @@ import torch
 from vgpu.hardware import GPUSpec
 from vgpu.memory import gpus, snapshot
 from vgpu.memory.blocks import DeviceMemory
-from vgpu.memory.gpus import current_index as current_device
-from vgpu.memory.gpus import device_count, meant_by
+from vgpu.memory.gpus import current_index as current_device  # noqa: F401
+from vgpu.memory.gpus import device_count, meant_by  # noqa: F401
 from vgpu.tensor.generators import default_generator
 from vgpu.time import recording
-from vgpu.time.streams import Event, Stream, current_stream, default_stream, set_stream
+from vgpu.time.streams import Event, Stream, current_stream, default_stream, set_stream  # noqa: F401
 
 # Devices
 
@@ -377,33 +378,3 @@ random = _submodule(
     set_rng_state_all=set_rng_state_all,
 )
 __getattr__ = _missing_in("")
-
-__all__ = [
-    "Event",
-    "OutOfMemoryError",
-    "Stream",
-    "amp",
-    "can_device_access_peer",
-    "current_device",
-    "current_stream",
-    "default_stream",
-    "device",
-    "device_count",
-    "device_of",
-    "get_device_capability",
-    "get_device_name",
-    "get_device_properties",
-    "init",
-    "is_available",
-    "is_bf16_supported",
-    "is_initialized",
-    "memory",
-    "nvtx",
-    "random",
-    "set_device",
-    "set_stream",
-    "stream",
-    "synchronize",
-]
-__all__ += memory.__all__
-__all__ += random.__all__
