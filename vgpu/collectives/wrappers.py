@@ -23,7 +23,7 @@ from vgpu.collectives import process_groups
 from vgpu.memory import gpus
 from vgpu.tensor import generators
 from vgpu.tensor.methods import cpp_device
-from vgpu.tensor.refusals import is_virtual_device
+from vgpu.tensor.refusals import refusing_virtual
 from vgpu.tensor.tensor import VirtualTensor
 from vgpu.torch_patches.undo import Changes
 
@@ -226,25 +226,12 @@ def _is_premultiplied(value: Any) -> bool:
 
 # Symmetric memory
 
+_SYMMETRIC = (
+    "torch.distributed._symmetric_memory needs GPUs that read each other's memory, and virtual GPUs "
+    "of different ranks can't: use the collectives of torch.distributed, such as all_reduce"
+)
+
 
 def _refuse_symmetric_memory(module: ModuleType, changes: Changes) -> None:
     for name in ("empty", "rendezvous", "get_mempool_allocator"):
-        changes.wrap(module, name, _refusing_virtual)
-
-
-def _refusing_virtual(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a symmetric-memory function that takes a device or a tensor."""
-
-    @functools.wraps(plain)
-    def refusing(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(plain).bind(*args, **kwargs).arguments
-        device = given["tensor"].device if "tensor" in given else given.get("device")
-        if is_virtual_device(device):
-            raise NotImplementedError(
-                f"{plain.__name__}() on {device}: symmetric memory needs GPUs that read each "
-                "other's memory, and virtual GPUs of different ranks can't; use the "
-                "collectives of torch.distributed, such as all_reduce"
-            )
-        return plain(*args, **kwargs)
-
-    return refusing
+        changes.wrap(module, name, refusing_virtual(_SYMMETRIC))

@@ -85,28 +85,32 @@ FALLBACKS = {
 
 def install(changes: Changes) -> None:
     changes.wrap(torch.Tensor, "_make_wrapper_subclass", make_wrapper_subclass)
-    changes.wrap(torch.nested, "nested_tensor", nested_tensor)
-    changes.wrap(torch.UntypedStorage, "__new__", new_untyped_storage)
-    changes.wrap(forward_ad, "make_dual", make_dual)
+    changes.wrap(torch.nested, "nested_tensor", refusing_virtual(_NESTED))
+    changes.wrap(torch.UntypedStorage, "__new__", refusing_virtual(_STORAGE))  # C++ would crash
+    changes.wrap(forward_ad, "make_dual", refusing_virtual(_FORWARD_MODE))
     changes.set(torch.UntypedStorage, gpus.DEVICE_TYPE, storage_to_gpu)
 
 
 def is_virtual_device(device: object) -> bool:
     """Whether a torch.device or a string refers to a virtual GPU."""
-    if isinstance(device, str):
-        device = torch.device(device)
-    names = (gpus.DEVICE_TYPE, gpus.CPP_DEVICE_TYPE)
-    return isinstance(device, torch.device) and device.type in names
+    kind = device.partition(":")[0] if isinstance(device, str) else getattr(device, "type", None)
+    return kind in (gpus.DEVICE_TYPE, gpus.CPP_DEVICE_TYPE)
 
 
-def nested_tensor(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(plain)
-    def nested_tensor(*args: Any, device: object = None, **kwargs: Any) -> torch.Tensor:
-        if is_virtual_device(device):
-            raise NotImplementedError(_NESTED)
-        return plain(*args, device=device, **kwargs)
+def refusing_virtual(message: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a wrapper for functions that can't handle virtual GPUs, or tensors on them."""
 
-    return nested_tensor
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def refuse_virtual(*args: Any, **kwargs: Any) -> Any:
+            for value in (*args, *kwargs.values()):
+                if is_virtual_device(getattr(value, "device", value)):
+                    raise NotImplementedError(message)
+            return plain(*args, **kwargs)
+
+        return refuse_virtual
+
+    return wrap
 
 
 def storage_to_gpu(storage: torch.UntypedStorage, device: Any = None) -> torch.UntypedStorage:
@@ -125,44 +129,13 @@ def make_wrapper_subclass(
 
     A jagged tensor is a Python class around its values; C++ autograd has no queue for its device.
     """
+    nested = refusing_virtual(_NESTED)(plain)
 
     def _make_wrapper_subclass(cls: type, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if cls.__module__.startswith("torch.nested"):
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, torch.device) and is_virtual_device(value):
-                    raise NotImplementedError(_NESTED)
-        return plain(cls, *args, **kwargs)
+        is_nested = cls.__module__.startswith("torch.nested")
+        return (nested if is_nested else plain)(cls, *args, **kwargs)
 
     return staticmethod(_make_wrapper_subclass)
-
-
-def new_untyped_storage(
-    plain: Callable[..., torch.UntypedStorage],
-) -> Callable[..., torch.UntypedStorage]:
-    """Wrap ``torch.UntypedStorage.__new__`` to reject virtual GPUs, for which C++ would crash."""
-
-    def __new__(
-        cls: type, *args: Any, device: object = None, **kwargs: Any
-    ) -> torch.UntypedStorage:
-        if is_virtual_device(device):
-            raise NotImplementedError(_STORAGE)
-        if device is not None:
-            kwargs["device"] = device
-        return plain(cls, *args, **kwargs)
-
-    return __new__
-
-
-def make_dual(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``forward_ad.make_dual``, which C++ doesn't support for virtual tensors."""
-
-    @functools.wraps(plain)
-    def make_dual(tensor: torch.Tensor, tangent: torch.Tensor, *, level: int | None = None) -> Any:
-        if is_virtual_device(tensor.device) or is_virtual_device(tangent.device):
-            raise NotImplementedError(_FORWARD_MODE)
-        return plain(tensor, tangent, level=level)
-
-    return make_dual
 
 
 def subclass_refused(cls: type) -> NotImplementedError:
