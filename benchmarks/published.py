@@ -262,9 +262,9 @@ def pipelines(costs: dict[str, float]) -> list[str]:
     ]
     off = []
     for count in _MICRO_BATCHES:
-        plain = [predict(p.plan(count), fuses=True, **costs) for p in PIPELINES]
-        beside = [step.replayed(async_tp=True) for step in plain]
-        for how, steps in (("", plain), (", async_tp", beside)):
+        for how, async_tp in (("", False), (", async_tp", True)):
+            more = {"fuses": True, "async_tp": async_tp}
+            steps = [predict(p.plan(count), **more, **costs) for p in PIPELINES]
             each = [(step.tokens_per_s, step.reserved_bytes / 2**30) for step in steps]
             lines.append(_compared(str(count), f"predicted, bfloat16{how}", *each))
         whole, chunks = (

@@ -74,7 +74,7 @@ def _predict_pipeline(plan: Plan, **costs: Any) -> "PipelineStep":
                 for action, timeline in ranks[device].actions.items():
                     actions.setdefault((kind, contexts[action]), timeline)
             bar.update()
-    return _simulated(_Recordings(plan, actions, ranks))
+    return _simulated(plan, actions, ranks)
 
 
 # A rank's state before each action. Actions in equal states take equal time and bytes, so ranks
@@ -308,15 +308,6 @@ def _later(event: TraceEvent, by_s: float) -> TraceEvent:
     return event._replace(start_s=event.start_s + by_s, end_s=event.end_s + by_s)
 
 
-class _Recordings(NamedTuple):
-    """The recordings of a pipeline's ranks; identical ranks share a recording."""
-
-    plan: Plan
-    actions: dict[tuple[_Kind, ActionContext], vgpu.Timeline]
-    ranks: dict[int, RecordedRank]
-    """The recordings by device. Only the actions in ``actions`` count."""
-
-
 @dataclasses.dataclass(frozen=True)
 class PipelineStep(Step):
     """A step of all pipeline ranks (the timeline's devices), and the fullest rank's bytes."""
@@ -327,7 +318,6 @@ class PipelineStep(Step):
     """Micro-batches that the rank keeps at the peak, counted once per chunk that keeps one."""
     idle_s: float
     """How long the rank waits for other stages."""
-    recordings: _Recordings = dataclasses.field(repr=False)
 
     @property
     def time_by_cause(self) -> dict[str, float]:
@@ -335,22 +325,15 @@ class PipelineStep(Step):
         device = self.timeline.devices[self.stage]
         return time_by_cause(self.timeline, device, self.idle_s)
 
-    def replayed(self, **changes: Any) -> "PipelineStep":
-        """Replay each rank's actions and the schedule, as ``Step.replayed`` does."""
-        plan, actions, ranks = self.recordings
-        again = {key: vgpu.replay(timeline, **changes) for key, timeline in actions.items()}
-        updates = {
-            device: rank._replace(update=vgpu.replay(rank.update, **changes))
-            for device, rank in ranks.items()
-        }
-        changed, _ = plan.taking(changes)
-        return _simulated(_Recordings(changed, again, updates))
 
-
-def _simulated(recordings: _Recordings) -> PipelineStep:
-    plan, actions, ranks = recordings
+def _simulated(
+    plan: Plan,
+    actions: Mapping[tuple[_Kind, ActionContext], vgpu.Timeline],
+    ranks: Mapping[int, RecordedRank],
+) -> PipelineStep:
+    """Simulate the schedule; identical ranks share a recording, and each action's counts once."""
     schedule = plan.schedule
-    alike = {_kind(plan, device): rank for device, rank in reversed(ranks.items())}
+    alike = {_kind(plan, device): rank for device, rank in reversed(list(ranks.items()))}
     timelines = {
         action: actions[_kind(plan, device), context]
         for device in range(schedule.devices)
@@ -371,7 +354,6 @@ def _simulated(recordings: _Recordings) -> PipelineStep:
         stage,
         fullest.in_flight,
         _idle_s(timeline, stage, simulated.boxes[stage], times.timelines, updates[stage]),
-        recordings,
     )
 
 

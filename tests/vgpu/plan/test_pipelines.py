@@ -170,19 +170,6 @@ def test_gradients_of_chunks_share_a_link_and_the_update_waits_for_all():
 # What is shown
 
 
-def test_a_replayed_step_equals_a_new_prediction():
-    whole = plan(Layout(dp_shard=2, tp=2, pp=2), 4, chunks=2, gpus_per_host=4)
-    step = predict(whole, fuses=True, **NO_LAUNCHES)
-    assert step.replayed().timeline == step.timeline
-    costs = {"arithmetic_share": 0.2, "speed_spread": 0.1, "async_tp": True}
-    again = step.replayed(**costs, gpu="A100", network="Ethernet 100")
-    anew = predict(again.plan, fuses=True, **NO_LAUNCHES, **costs)
-    assert again.seconds == pytest.approx(anew.seconds, rel=1e-9)
-    assert again.seconds != step.seconds and again.idle_s == pytest.approx(anew.idle_s)
-    assert again.reserved_bytes == step.reserved_bytes
-    assert again.plan == dataclasses.replace(whole, gpu="A100", network="Ethernet 100")
-
-
 def test_a_long_prediction_shows_its_progress(capsys, monkeypatch):
     one = plan(Layout(), 1, gpus_per_host=1)
     monkeypatch.setattr(parallel_model, "SHOW_AFTER_S", 1e9)

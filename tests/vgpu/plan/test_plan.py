@@ -173,6 +173,18 @@ def test_matmuls_take_longer_if_gpus_differ_in_speed():
     assert in_products_s[0] < in_products_s[1]
 
 
+def test_a_replayed_step_equals_a_new_prediction():
+    plan = Plan(SMALL, Layout(dp_shard=2, tp=2), 4, gpus_per_host=4)
+    step = predict(plan, fuses=True)
+    assert step.replayed().timeline == step.timeline
+    costs = {"arithmetic_share": 0.2, "speed_spread": 0.1, "async_tp": True}
+    again = step.replayed(**costs, gpu="A100", network="Ethernet 100")
+    anew = predict(again.plan, fuses=True, **costs)
+    assert again.seconds == pytest.approx(anew.seconds, rel=1e-9)
+    assert again.seconds != step.seconds and again.reserved_bytes == step.reserved_bytes
+    assert again.plan == dataclasses.replace(plan, gpu="A100", network="Ethernet 100")
+
+
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(pp=2)])
 def test_predicting_with_another_gpu_and_network_changes_the_plan(layout):
     """Utilization is then relative to the other GPU."""
