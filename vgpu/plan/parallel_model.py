@@ -45,49 +45,28 @@ SHOW_AFTER_S = 2.0
 """A prediction that takes longer than this shows a progress bar."""
 
 
-class TransformerStage(nn.Module):
-    """A pipeline stage of a transformer, for sequences of exactly ``sizes.sequence`` tokens.
+def pipeline_stage(sizes: TransformerSizes, part: StageLayers) -> Transformer:
+    """Return a pipeline stage: a transformer that lacks what other stages have.
 
     The input is (B, S) integers for the first stage, and (B, S, width) for the others. The output
     is (B, S, vocabulary) logits from the last stage, and (B, S, width) from the others. With tensor
     parallelism, each rank has only its part of S between stages.
     """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    def __init__(self, sizes: TransformerSizes, part: StageLayers) -> None:
-        super().__init__()
-        if sizes.experts is not None and not part.first:  # dense layers are in the first stage
-            sizes = dataclasses.replace(
-                sizes, experts=dataclasses.replace(sizes.experts, dense_layers=0)
-            )
-        whole = Transformer(dataclasses.replace(sizes, layers=part.layers))
-        self.embedding = whole.embedding if part.first else None
-        self.positions = whole.positions if part.first else None
-        self.blocks = whole.blocks
-        self.norm = whole.norm if part.last else None
-        self.output = whole.output if part.last else None
-        self.register_buffer("cos", whole.cos, persistent=False)
-        self.register_buffer("sin", whole.sin, persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = x if self.embedding is None else self.embedding(x)
-        if self.positions is not None:
-            hidden = hidden + self.positions(torch.arange(x.size(1), device=x.device)[None])
-        for block in self.blocks:
-            hidden = block(hidden, self.cos, self.sin)
-        if self.norm is None or self.output is None:
-            return hidden
-        return self.output(self.norm(hidden))
+    if sizes.experts is not None and not part.first:  # dense layers are in the first stage
+        experts = dataclasses.replace(sizes.experts, dense_layers=0)
+        sizes = dataclasses.replace(sizes, experts=experts)
+    stage = Transformer(dataclasses.replace(sizes, layers=part.layers))
+    if not part.first:
+        stage.embedding = stage.positions = None
+    if not part.last:
+        stage.norm = stage.output = None
+    return stage
 
 
 # PyTorch's own code
 
 
-def apply_tp(
-    model: Transformer | TransformerStage, mesh: DeviceMesh, casts: LastCast | None = None
-) -> None:
+def apply_tp(model: Transformer, mesh: DeviceMesh, casts: LastCast | None = None) -> None:
     """Shard each layer across the ranks of a one-dimensional mesh, in place.
 
     Between the layers, each rank holds a part of every sequence (sequence parallelism, Korthikanti
@@ -233,7 +212,7 @@ class ParallelModel:
 
     def __init__(
         self,
-        model: Transformer | TransformerStage,
+        model: Transformer,
         layout: Layout,
         mesh: DeviceMesh,
         *,

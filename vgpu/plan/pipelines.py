@@ -25,8 +25,8 @@ from vgpu.plan import schedules
 from vgpu.plan.layout import StageLayers, split_layers
 from vgpu.plan.parallel_model import (
     ParallelModel,
-    TransformerStage,
     adam_with_state,
+    pipeline_stage,
     progress,
     without_garbage,
 )
@@ -200,7 +200,7 @@ class _StageRank:
         self._layers = _stages_of(plan, device)
         models = {
             stage: ParallelModel(
-                TransformerStage(sizes, layers),
+                pipeline_stage(sizes, layers),
                 plan.layout,
                 mesh,
                 reduce=plan.reduce,

@@ -179,9 +179,12 @@ class Transformer(nn.Module):
 
     It takes (B, S) integers and returns (B, S, vocabulary) logits. It has a norm before each
     attention and feed-forward layer, grouped-query attention, and no biases; the rest depends on
-    its form (``FORMS``).
+    its form (``FORMS``). A pipeline stage has None in place of modules that other stages have.
     """
 
+    embedding: nn.Module | None
+    norm: nn.Module | None
+    output: nn.Module | None
     cos: torch.Tensor
     sin: torch.Tensor
 
@@ -235,12 +238,17 @@ class Transformer(nn.Module):
                 f"a sequence of {length} tokens is longer than the {len(self.cos)} that this "
                 "Transformer supports: truncate it, or create the model with a larger sequence."
             )
-        cos, sin = self.cos[:length], self.sin[:length]
-        hidden = self.embedding(tokens)  # (B, S, width)
+        if self.embedding is None:  # tensor-parallel ranks of a later stage get parts of sequences
+            hidden, cos, sin = tokens, self.cos, self.sin
+        else:
+            hidden = self.embedding(tokens)  # (B, S, width)
+            cos, sin = self.cos[:length], self.sin[:length]
         if self.positions is not None:
             hidden = hidden + self.positions(torch.arange(length, device=tokens.device)[None])
         for block in self.blocks:
             hidden = block(hidden, cos, sin)
+        if self.norm is None or self.output is None:
+            return hidden
         return self.output(self.norm(hidden))
 
 

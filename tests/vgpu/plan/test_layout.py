@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import vgpu
 from vgpu.plan.layout import Layout, check_hosts, groups, split_layers
-from vgpu.plan.parallel_model import TransformerStage, without_garbage
+from vgpu.plan.parallel_model import pipeline_stage, without_garbage
 from vgpu.plan.transformer import Transformer, TransformerSizes
 
 SIZES = {"tensor": 4, "context": 2, "pipeline": 2, "data": 4}
@@ -74,7 +74,7 @@ def test_consecutive_stages_match_the_full_transformer():
     whole, begin = Transformer(MODEL), 0
     tokens = hidden = torch.randint(MODEL.vocabulary, (2, MODEL.sequence))
     for part in split_layers(MODEL.layers, 4):
-        stage = TransformerStage(MODEL, part)
+        stage = pipeline_stage(MODEL, part)
         own = {
             name.replace(f"blocks.{begin + number}.", f"blocks.{number}."): value
             for number in range(part.layers)

@@ -15,7 +15,7 @@ import vgpu
 from vgpu.plan import Layout, Plan, parallel_model, pipelines, predict, search
 from vgpu.plan import __main__ as command
 from vgpu.plan.layout import split_layers
-from vgpu.plan.parallel_model import ParallelModel, TransformerStage
+from vgpu.plan.parallel_model import ParallelModel, pipeline_stage
 from vgpu.plan.pipelines import action_contexts, record_rank, shortened
 from vgpu.plan.plan import on_cluster
 from vgpu.plan.schedules import Action, peaks_in_flight
@@ -77,7 +77,7 @@ def _loss(logits, tokens):
 
 def _torch_s_own(whole, rank, gpu):
     mesh, part = whole.layout.mesh("vgpu"), split_layers(SIZES.layers, 2)[rank]
-    divided = ParallelModel(TransformerStage(SIZES, part), whole.layout, mesh)
+    divided = ParallelModel(pipeline_stage(SIZES, part), whole.layout, mesh)
     divided.configure(whole.recompute, whole.reshard_after_forward)
     hidden = torch.empty(2, 128, SIZES.width, dtype=torch.bfloat16, device=gpu).requires_grad_()
     tokens = torch.randint(SIZES.vocabulary, (6, 128), device=gpu)
