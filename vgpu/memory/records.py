@@ -14,19 +14,14 @@ import itertools
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from vgpu.memory.caching_allocator import CachingAllocator
 
-
-class Memory(Protocol):
-    """The attributes of a GPU's memory that a record reads."""
-
-    device: torch.device
-    capacity_bytes: int
-    allocated_bytes: int
+if TYPE_CHECKING:  # blocks.py imports this file
+    from vgpu.memory.blocks import DeviceMemory
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class MemoryRecord:
 
     def __init__(
         self,
-        memories: Iterable[Memory],
+        memories: "Iterable[DeviceMemory]",
         label: Callable[[], str] | None = None,
         depth: int = 0,
     ) -> None:
@@ -65,7 +60,7 @@ class MemoryRecord:
         self._label = label
         # The bytes allocated before the record, per device and memory: a cluster's GPUs have the
         # same names as those outside it.
-        self._held: dict[torch.device, dict[Memory, int]] = {}
+        self._held: dict[torch.device, dict[DeviceMemory, int]] = {}
         self._capacity_bytes: dict[torch.device, int] = {}
         for memory in memories:
             self._capacity_bytes[memory.device] = memory.capacity_bytes
@@ -124,7 +119,7 @@ class MemoryRecord:
 
     def add(
         self,
-        memory: Memory,
+        memory: "DeviceMemory",
         block: object,
         size_bytes: int,
         block_bytes: int,
