@@ -7,7 +7,7 @@ composite only on CUDA are in parts.py.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,25 +15,7 @@ import torch
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-
-class Operator(Protocol):
-    """One of torch's operators: the attributes of ``torch._ops.OpOverload`` that are used here."""
-
-    @property
-    def tags(self) -> list[torch.Tag]: ...
-
-    @property
-    def _schema(self) -> torch._C.FunctionSchema: ...
-
-    @property
-    def _overloadpacket(self) -> object: ...
-
-    def name(self) -> str: ...
-
-    def _op_dk(self, key: torch._C.DispatchKey, /, *args: Any, **kwargs: Any) -> Any: ...
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any: ...
-
+Operator = torch._ops.OpOverload
 
 # A function that runs calls to an operator.
 Handler = Callable[[Operator, Args, Kwargs], Any]
