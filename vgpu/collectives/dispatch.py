@@ -206,8 +206,11 @@ def _run_wait(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return args[0]
 
 
+@shape_handler(_WRAP)
 @handler(_WRAP, records_itself=True)
-def _run_wrap(func: Operator, args: Args, kwargs: Kwargs) -> torch.Tensor:
+def _run_wrap(
+    func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode | None = None
+) -> torch.Tensor:
     """Return a result that waits for its collective when it's first used."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -267,11 +270,6 @@ def _run_wait_of_shapes(func: Operator, args: Args, kwargs: Kwargs, mode: Shapes
         for tensor in virtual_among(args):
             recording.under_way.wait_for_last_write(tensor)
     return args[0]
-
-
-@shape_handler(_WRAP)
-def _run_wrap_of_shapes(func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode) -> Any:
-    return _run_wrap(func, args, kwargs)
 
 
 @shape_handler(*_FSDP)
