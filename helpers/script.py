@@ -17,6 +17,7 @@ from pathlib import Path
 from IPython.display import Markdown
 
 from helpers import checkpoints, gpt, shell
+from vgpu.plan import parallel_model
 
 TORCHRUN = "python -m torch.distributed.run --standalone"
 """What the ``torchrun`` command runs, with its own rendezvous."""
@@ -24,7 +25,8 @@ TORCHRUN = "python -m torch.distributed.run --standalone"
 
 def _files() -> list[Path]:
     """Return the notebooks folder's script, which learners may have modified, and its helpers."""
-    return [Path("train.py"), Path(gpt.__file__), Path(checkpoints.__file__)]
+    helpers = Path(gpt.__file__), Path(checkpoints.__file__), Path(parallel_model.__file__)
+    return [Path("train.py"), *helpers]
 
 
 def show_lines(*names: str) -> Markdown:

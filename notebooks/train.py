@@ -11,7 +11,7 @@ otherwise up to rounding. It trains on Python's own documentation. For a run of 
     data          train: any (N,) tensor, such as torch.from_file(...), in place of letters(...); or
                   own batches: endless, starting at batch skip, same number of targets on all ranks
     model         build: the module, and an initialize that fills what to_empty leaves undefined
-    division      TENSOR_PLAN, in helpers/gpt.py, by module name; divide: what FSDP2 gathers at once
+    division      TENSOR_PLAN, in vgpu/plan/parallel_model.py; divide: what FSDP2 gathers at once
     sizes, MFU    helpers/gpt.py: MODELS, and in speed the FLOPs per token and the GPUs' peaks
     dimensions    mesh_dimensions, then divide; ranks that get the same samples: place, in train
     elsewhere     copy helpers/gpt.py, checkpoints.py and text.py, too; the model is in vgpu.plan

@@ -23,7 +23,7 @@ def test_show_lines_returns_the_lines_of_the_file():
     assert function.startswith("def divide(") and function in text
     first, last = map(int, shown.split("\n")[1].removeprefix("# train.py, lines ").split(" to "))
     assert text.splitlines()[first - 1 : last] == function.splitlines()
-    assert "# helpers/gpt.py, lines" in shown and "# helpers/checkpoints.py, lines" in shown
+    assert "# plan/parallel_model.py, lines" in shown and "# helpers/checkpoints.py, lines" in shown
     assert "self.writing = dcp.async_save" in shown
 
 

@@ -66,6 +66,27 @@ def pipeline_stage(sizes: TransformerSizes, part: StageLayers) -> Transformer:
 # PyTorch's own code
 
 
+TENSOR_PLAN = {  # between the matmuls, each rank has a part of every sequence: Shard(1)
+    "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "blocks.*.*_norm": SequenceParallel(),
+    "blocks.*.attention": PrepareModuleInput(
+        input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+    ),
+    "blocks.*.attention.[qkv]*": ColwiseParallel(),  # query, key, value
+    "blocks.*.attention.output": RowwiseParallel(output_layouts=Shard(1)),
+    "blocks.*.feed_forward": PrepareModuleInput(
+        input_layouts=Shard(1), desired_input_layouts=Replicate()
+    ),
+    "blocks.*.feed_forward.[gu]*": ColwiseParallel(),  # gate, up
+    "blocks.*.feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "output": ColwiseParallel(
+        input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+    ),
+}
+"""For ``parallelize_module``, by module name; ``*`` matches any characters."""
+
+
 def apply_tp(model: Transformer, mesh: DeviceMesh, casts: LastCast | None = None) -> None:
     """Shard each layer across the ranks of a one-dimensional mesh, in place.
 
@@ -73,54 +94,25 @@ def apply_tp(model: Transformer, mesh: DeviceMesh, casts: LastCast | None = None
     et al., 2022). The logits stay sharded by vocabulary: compute the loss in ``loss_context``. For
     a model in float8, pass its ``casts``, so that inputs and gradients are gathered in float8.
     """
-    plan: dict[str, ParallelStyle] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "positions": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "output": ColwiseParallel(
-            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
-        ),
-    }
-    here = {name: style for name, style in plan.items() if getattr(model, name) is not None}
-    if here:  # a middle stage has only blocks
-        parallelize_module(model, mesh, here)
-    whole = (Replicate(), None, None)
-    gathers: dict[str, ParallelStyle] = {
-        "attention": PrepareModuleInput(
-            input_layouts=(Shard(1), None, None), desired_input_layouts=whole
-        ),
-        "feed_forward": PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-        ),
-    }
-    summed = RowwiseParallel(output_layouts=Shard(1))
+    styles: dict[str, ParallelStyle] = {**TENSOR_PLAN, "positions": TENSOR_PLAN["embedding"]}
     if casts is not None:
-        gathers, summed = {}, RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+        summed = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+        styles |= {"blocks.*.attention.output": summed, "blocks.*.feed_forward.down": summed}
+        del styles["blocks.*.attention"], styles["blocks.*.feed_forward"]
+    has = model.named_children()
+    here = {name for name, part in has if name != "blocks" or next(part.children(), None)}
+    plan = {name: style for name, style in styles.items() if name.partition(".")[0] in here}
+    parallelize_module(model, mesh, plan)
+    if casts is None:
+        return
     block: Any
     for block in model.blocks:
-        parallelize_module(
-            block,
-            mesh,
-            {
-                "attention_norm": SequenceParallel(),
-                "attention.query": ColwiseParallel(),
-                "attention.key": ColwiseParallel(),
-                "attention.value": ColwiseParallel(),
-                "attention.output": summed,
-                "feed_forward_norm": SequenceParallel(),
-                "feed_forward.up": ColwiseParallel(),
-                "feed_forward.down": summed,
-                **gathers,
-                **({"feed_forward.gate": ColwiseParallel()} if block.feed_forward.gate else {}),
-            },
-        )
-        if casts is not None:
-            for part, output in (
-                (block.attention, block.attention.output),
-                (block.feed_forward, block.feed_forward.down),
-            ):
-                gather_input(part, casts)
-                scatter_output(output, mesh, casts)
+        for part, output in (
+            (block.attention, block.attention.output),
+            (block.feed_forward, block.feed_forward.down),
+        ):
+            gather_input(part, casts)
+            scatter_output(output, mesh, casts)
 
 
 def loss_context(layout: Layout) -> AbstractContextManager[None]:
