@@ -41,8 +41,6 @@ class Collective:
     """Returns the fraction of ``size_bytes`` that each of n ranks sends; None if ranks differ."""
     seconds: Callable[[float, int, "Route"], float]
     """Returns the seconds for ``size_bytes``, a number of GPUs, and a route."""
-    source: str
-    """Where the time formula comes from."""
     same_elements: bool = False
     """Whether all ranks must pass the same dtype and number of elements; shapes may differ."""
 
@@ -78,7 +76,9 @@ class Route(NamedTuple):
 def _all_reduce(size_bytes: float, count: int, route: Route) -> float:
     """Return the time of a ring or, across hosts, of a ring or a tree, whichever is faster.
 
-    A barrier takes as long as an all-reduce of one byte.
+    A barrier takes as long as an all-reduce of one byte. The ring is a reduce-scatter, then an
+    all-gather. Source of the tree: Sanders et al., 2009, Two-tree algorithms for full bandwidth
+    broadcast, reduction and scan.
     """
     ring_s = _all_gather(size_bytes, count, route) + _reduce_scatter(size_bytes, count, route)
     return ring_s if route.hosts == 1 else min(ring_s, _tree(size_bytes, count, route))
@@ -95,7 +95,10 @@ def _tree(size_bytes: float, count: int, route: Route) -> float:
 
 
 def _all_gather(size_bytes: float, count: int, route: Route) -> float:
-    """Return the time of a ring: n - 1 steps, in each of which every GPU sends 1/n of the bytes."""
+    """Return the time of a ring: n - 1 steps, in each of which every GPU sends 1/n of the bytes.
+
+    Source: Patarasuk and Yuan, 2009, Bandwidth optimal all-reduce algorithms.
+    """
     passed_bytes = (count - 1) * size_bytes / count
     return route.steps_s(count) + passed_bytes / route.ring_bytes_per_s
 
@@ -106,7 +109,8 @@ _reduce_scatter = _all_gather  # the same steps, with a sum in each
 def _broadcast(size_bytes: float, count: int, route: Route) -> float:
     """Return the time of a chain: small parts pass from GPU to GPU, so all links are busy at once.
 
-    The bytes take as long as over one link, and each of the n - 1 hops adds its latency.
+    The bytes take as long as over one link, and each of the n - 1 hops adds its latency. Source:
+    Chan et al., 2007, Collective communication: theory, practice, and experience (pipelined).
     """
     return route.steps_s(count) + size_bytes / route.ring_bytes_per_s
 
@@ -115,7 +119,10 @@ _reduce = _broadcast  # the same chain in the other direction, with a sum at eac
 
 
 def _all_to_all(size_bytes: float, count: int, route: Route) -> float:
-    """Return the time if every GPU sends 1/n of its bytes to each of the others, all at once."""
+    """Return the time if every GPU sends 1/n of its bytes to each of the others, all at once.
+
+    Source: NCCL user guide, point-to-point communication (grouped sends and receives).
+    """
     most = count if route.hosts == 1 else route.most
     inside_s = route.latency_s + (most - 1) / count * size_bytes / route.bytes_per_s
     if route.hosts == 1:
@@ -176,12 +183,6 @@ def _functional(*names: str) -> dict[str, tuple[Check, ...]]:
     return {f"_c10d_functional::{name}": _UNCHECKED for name in names}
 
 
-_RINGS = "Patarasuk and Yuan, 2009, Bandwidth optimal all-reduce algorithms"
-_CHAINS = (
-    "Chan et al., 2007, Collective communication: theory, practice, and experience (pipelined)"
-)
-_POINT_TO_POINT = "NCCL user guide, point-to-point communication: grouped sends and receives"
-
 COLLECTIVES: dict[str, Collective] = {
     "all_reduce": Collective(
         operators={
@@ -193,9 +194,6 @@ COLLECTIVES: dict[str, Collective] = {
         size_bytes=_inputs,
         sent_share=lambda count: 2 * _ring_pass(count),
         seconds=_all_reduce,
-        source=f"{_RINGS}: a reduce-scatter, then an all-gather; across hosts, this or a tree "
-        "(Sanders et al., 2009, Two-tree algorithms for full bandwidth broadcast, reduction and "
-        "scan), whichever is faster",
         same_elements=True,
     ),
     "reduce_scatter": Collective(
@@ -210,7 +208,6 @@ COLLECTIVES: dict[str, Collective] = {
         size_bytes=_inputs,
         sent_share=_ring_pass,
         seconds=_reduce_scatter,
-        source=_RINGS,
     ),
     "all_gather": Collective(
         operators={
@@ -225,7 +222,6 @@ COLLECTIVES: dict[str, Collective] = {
         size_bytes=_gathered,
         sent_share=_ring_pass,
         seconds=_all_gather,
-        source=_RINGS,
     ),
     "broadcast": Collective(
         operators={
@@ -235,7 +231,6 @@ COLLECTIVES: dict[str, Collective] = {
         size_bytes=_inputs,
         sent_share=lambda count: 1.0,
         seconds=_broadcast,
-        source=_CHAINS,
         same_elements=True,
     ),
     "reduce": Collective(
@@ -243,7 +238,6 @@ COLLECTIVES: dict[str, Collective] = {
         size_bytes=_inputs,
         sent_share=lambda count: 1.0,
         seconds=_reduce,
-        source=_CHAINS,
         same_elements=True,
     ),
     "all_to_all": Collective(
@@ -256,7 +250,6 @@ COLLECTIVES: dict[str, Collective] = {
         size_bytes=_inputs,
         sent_share=_ring_pass,
         seconds=_all_to_all,
-        source=_POINT_TO_POINT,
     ),
     "gather": Collective(
         operators={
@@ -266,21 +259,18 @@ COLLECTIVES: dict[str, Collective] = {
         size_bytes=_gathered,
         sent_share=None,
         seconds=_all_to_all,
-        source=_POINT_TO_POINT,
     ),
     "scatter": Collective(
         operators={"c10d::scatter_": (_LISTS, calls.equal_parts_at_root)},
         size_bytes=_scattered,
         sent_share=None,
         seconds=_all_to_all,
-        source=_POINT_TO_POINT,
     ),
     "send": Collective(
         operators={"c10d::send": _UNCHECKED, "_c10d_functional::isend": _UNCHECKED},
         size_bytes=_inputs,
         sent_share=lambda count: 1.0,
         seconds=_send,
-        source=_POINT_TO_POINT,
     ),
     "recv": Collective(
         operators={
@@ -291,21 +281,20 @@ COLLECTIVES: dict[str, Collective] = {
         size_bytes=_outputs,
         sent_share=lambda count: 0.0,
         seconds=_send,
-        source=_POINT_TO_POINT,
     ),
-    "permute": Collective(  # not a function of torch: the simulator's step around a ring
+    # Not a function of torch, but the simulator's step around a ring: each GPU sends to one and
+    # receives from one.
+    "permute": Collective(
         operators={},
         size_bytes=_inputs,
         sent_share=lambda count: 1.0,
         seconds=_send,
-        source=f"{_POINT_TO_POINT}: each GPU sends to one and receives from one",
     ),
     "barrier": Collective(
         operators={"c10d::barrier": _UNCHECKED},
         size_bytes=_one_byte,
         sent_share=None,
         seconds=_all_reduce,
-        source="an all-reduce of one byte",
     ),
 }
 
