@@ -46,7 +46,7 @@ class Digits(Dataset):
     has 1437 of them, ``train=False`` the other 360: every fifth image of each digit.
 
     ``data`` is (N, 8, 8) uint8, ``targets`` (N,) int64. An item is ``(image, label)``: a PIL image
-    in mode "L" and an int, each after its transform if there is one.
+    in mode "L", after its transform if there is one, and an int.
     """
 
     classes = [str(digit) for digit in range(10)]  # noqa: RUF012
@@ -55,11 +55,9 @@ class Digits(Dataset):
         self,
         train: bool = True,
         transform: Callable[[Any], Any] | None = None,
-        target_transform: Callable[[int], Any] | None = None,
     ) -> None:
         self.train = train
         self.transform = transform
-        self.target_transform = target_transform
         self.data, self.targets = _split_digits()[train]
 
     def __len__(self) -> int:
@@ -67,12 +65,9 @@ class Digits(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         image: Any = Image.fromarray(self.data[index].numpy(), mode="L")
-        label: Any = int(self.targets[index])
         if self.transform is not None:
             image = self.transform(image)
-        if self.target_transform is not None:
-            label = self.target_transform(label)
-        return image, label
+        return image, int(self.targets[index])
 
     def __repr__(self) -> str:
         return f"Digits(train={self.train}): {len(self)} images of 8 by 8 pixels, 10 classes"

@@ -25,15 +25,12 @@ from vgpu.time.recording import record
 from vgpu.time.simulate import simulate
 from vgpu.time.timeline import Timeline
 
-LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
 
 def data_parallel_iteration(
     make_model: Callable[[], nn.Module],
     inputs_size: tuple[int, ...],
     targets_size: tuple[int, ...],
     count: int,
-    loss_of: LossOf = nn.functional.mse_loss,
     **changes: Any,
 ) -> Timeline:
     """Predict an iteration of nn.DataParallel on ``count`` of the enabled GPUs.
@@ -46,10 +43,11 @@ def data_parallel_iteration(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         inputs = torch.empty(inputs_size, device=_gpu(0))
         targets = torch.empty(targets_size, device=_gpu(0))
-        loss_of(model(inputs), targets).backward()  # so that gradients exist, as in later steps
+        # So that gradients exist, as in later steps.
+        nn.functional.mse_loss(model(inputs), targets).backward()
         with record(**changes) as timeline:
             optimizer.zero_grad(set_to_none=False)
-            loss_of(model(inputs), targets).backward()
+            nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
     timeline.devices = timeline.devices[:count]
     timeline.programs[0].gpus = count
@@ -61,7 +59,6 @@ def ddp_iteration(
     inputs_size: tuple[int, ...],
     targets_size: tuple[int, ...],
     world_size: int,
-    loss_of: LossOf = nn.functional.mse_loss,
     bucket_bytes: int | None = None,
     **changes: Any,
 ) -> Timeline:
@@ -84,7 +81,7 @@ def ddp_iteration(
 
         def step() -> None:
             optimizer.zero_grad()
-            loss_of(model(inputs), targets).backward()
+            nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
 
         # DDP starts with provisional buckets, and creates the final ones in its second forward

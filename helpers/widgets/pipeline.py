@@ -37,14 +37,13 @@ class LayerCost:
     """One layer of the transformer, for one micro-batch, on one GPU: virtual time and bytes.
 
     ``forward_s`` and ``backward_s`` include kernel launches, since each GPU has its own process.
-    Forward saves ``activation_bytes`` for backward, and sends ``output_bytes`` to the next stage.
+    Forward saves ``activation_bytes`` for backward; sending its output takes ``transfer_s``.
     """
 
     forward_s: float
     backward_s: float
     transfer_s: float
     activation_bytes: int
-    output_bytes: int
     parameters: int
 
 
@@ -127,7 +126,6 @@ def layer_cost(gpu: str, sequences: int) -> LayerCost:
             backward.makespan_s,
             costs.copy_time_s(output.nbytes),
             kept_bytes,
-            output.nbytes,
             sum(parameter.numel() for parameter in layer.parameters()),
         )
 

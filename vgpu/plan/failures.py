@@ -22,12 +22,10 @@ MOST_EVENTS = 10_000_000
 """The limit for a simulation's expected failures and checkpoints; 400,000 take a second."""
 
 
-def mean_time_between_failures_s(
-    gpus: int, failures_per_gpu_s: float = LLAMA_3_FAILURES_PER_GPU_S
-) -> float:
-    """Return the mean time between failures of a training run on ``gpus`` GPUs, in seconds."""
-    _check_positive(gpus=gpus, failures_per_gpu_s=failures_per_gpu_s)
-    return 1 / (gpus * failures_per_gpu_s)
+def mean_time_between_failures_s(gpus: int) -> float:
+    """Return the mean time between failures on ``gpus`` GPUs like those of Llama 3's training."""
+    _check_positive(gpus=gpus)
+    return 1 / (gpus * LLAMA_3_FAILURES_PER_GPU_S)
 
 
 def best_interval_s(checkpoint_s: float, between_failures_s: float) -> float:

@@ -143,16 +143,14 @@ def apply_fsdp(
     model: nn.Module,
     blocks: Iterable[nn.Module],
     mesh: DeviceMesh,
-    policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool = True,
+    policy: MixedPrecisionPolicy,
 ) -> None:
     """Apply FSDP2 to a model and to each of its blocks, which are gathered one after another.
 
     The mesh has one dimension, or two for sharding within replicas (HSDP).
     """
-    policy = policy or MixedPrecisionPolicy()
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 

@@ -50,7 +50,7 @@ def test_a_layers_cost_is_recorded_on_one_gpu(monkeypatch):
     least_s = 2 * 12 * WIDTH**2 * 8 * TOKENS / vgpu.PRESETS["H100"].tensor_flop_per_s
     assert least_s < cost.forward_s < 10 * least_s
     assert 1.5 * cost.forward_s < cost.backward_s < 3 * cost.forward_s
-    assert cost.output_bytes == 8 * TOKENS * WIDTH * 2 < cost.activation_bytes
+    assert cost.activation_bytes > 8 * TOKENS * WIDTH * 2
     # A micro-batch twice as large keeps twice the bytes, except for a random generator's state.
     twice = layer_cost("H100", 16).activation_bytes
     assert twice == pytest.approx(2 * cost.activation_bytes, rel=1e-5)
