@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import scatter
 
 from helpers import plots
-from helpers.widgets.live import explorer, live
+from helpers.widgets.live import explorer
 from vgpu.profiling.memory import Snapshot
 from vgpu.tables import Table
 from vgpu.units import format_bytes
@@ -111,12 +111,7 @@ def show_step(steps: Sequence[Snapshot], number: int) -> None:
 
 
 def iteration_explorer(steps: Sequence[Snapshot]) -> ipywidgets.Widget:
-    """Return a slider for the step, and buttons to go back and forth with the keyboard."""
+    """Return a slider for the step, with ``show_step``."""
     number = ipywidgets.IntSlider(1, min=1, max=len(steps), description="step")
-    back = ipywidgets.Button(description="back", icon="arrow-left")
-    forth = ipywidgets.Button(description="next", icon="arrow-right")
-    back.on_click(lambda _: setattr(number, "value", max(number.value - 1, number.min)))
-    forth.on_click(lambda _: setattr(number, "value", min(number.value + 1, number.max)))
     every = {"number": range(1, len(steps) + 1)}
-    drawn = live(lambda number: show_step(steps, number), {"number": number}, every)
-    return ipywidgets.VBox([ipywidgets.HBox([back, number, forth]), drawn])
+    return explorer(lambda number: show_step(steps, number), {"number": number}, every)

@@ -5,14 +5,13 @@ takes a few seconds. The recording is cached, and replayed for other networks.
 """
 
 from functools import cache
-from typing import Any
 
 import ipywidgets
 from IPython.display import display
 
 import vgpu
 from helpers import plots
-from helpers.widgets.live import live
+from helpers.widgets.live import explorer, steps
 from vgpu.plan import RECOMPUTE, Layout, Plan, extrapolate
 from vgpu.plan.extrapolation import ExtrapolatedStep
 from vgpu.plan.transformer import LLAMA
@@ -86,17 +85,11 @@ def show_layout(
 
 def layout_explorer() -> ipywidgets.Widget:
     """Return controls for degrees, batch, recomputation and network, with ``show_layout``."""
-
-    def slider(name: str, values: tuple[int, ...], value: int) -> ipywidgets.Widget:
-        return ipywidgets.SelectionSlider(
-            options=values, value=value, description=name, continuous_update=False
-        )
-
     tp, dp_replicate, batch, recompute = FIRST
-    controls: dict[str, ipywidgets.Widget] = {
-        "tp": slider("tp", TP, tp),
-        "dp_replicate": slider("dp_replicate", DP_REPLICATE, dp_replicate),
-        "batch": slider("batch", BATCHES, batch),
+    controls = {
+        "tp": steps("tp", TP, tp),
+        "dp_replicate": steps("dp_replicate", DP_REPLICATE, dp_replicate),
+        "batch": steps("batch", BATCHES, batch),
         "recompute": ipywidgets.Dropdown(
             options=RECOMPUTE, value=recompute, description="recompute"
         ),
@@ -107,18 +100,4 @@ def layout_explorer() -> ipywidgets.Widget:
         **{"tp": (1, 2, 8), "dp_replicate": (1, 2), "batch": (2, 8, 16)},
         **{"recompute": ("selective", "full"), "network": ("InfiniBand NDR", "Ethernet 100")},
     }
-    status = ipywidgets.Label()
-
-    def show(**chosen: Any) -> None:
-        status.value = (
-            "Recording this layout with PyTorch's own code: a new layout takes a few seconds."
-        )
-        try:
-            show_layout(**chosen)
-        finally:
-            status.value = ""
-
-    drawn = live(show, controls, few)
-    numbers = [controls[name] for name in ("tp", "dp_replicate", "batch")]
-    others = [controls[name] for name in ("recompute", "network")]
-    return ipywidgets.VBox([ipywidgets.HBox(numbers), ipywidgets.HBox(others), status, drawn])
+    return explorer(show_layout, controls, few)

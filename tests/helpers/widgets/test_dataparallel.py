@@ -79,14 +79,12 @@ def test_step_table_rejects_a_step_that_does_not_exist(steps, number):
         step_table(steps, number)
 
 
-def test_the_buttons_and_the_slider_for_steps_redraw(steps, monkeypatch):
+def test_the_slider_for_steps_redraws(steps, monkeypatch):
     drawn = []
     monkeypatch.setattr("helpers.plots.one_step", lambda step, most: drawn.append(step.step))
-    back, slider, forth = iteration_explorer(steps).children[0].children
-    forth.click()
-    forth.click()
-    assert slider.value == 2
-    back.click()
+    (slider,) = iteration_explorer(steps).children[0].children
+    slider.value = 2
+    slider.value = 1
     assert drawn == ["1 begin", "2 end", "1 begin"]
 
 
