@@ -39,7 +39,7 @@ def on_ranks(
 ) -> list[Any]:
     """Call ``launch.run``; turn errors on ranks into a verdict that says where they happened."""
     try:
-        return launch.run(function, nprocs, *args, timeout_s=TIMEOUT_S, output="by rank", gpu=gpu)
+        return launch.run(function, nprocs, *args, timeout_s=TIMEOUT_S, gpu=gpu)
     except TypeError as unsent:
         raise Wrong(
             yours=str(unsent.__cause__ or unsent),

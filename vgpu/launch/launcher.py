@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,6 @@ def run(
     nprocs: int,
     *args: Any,
     timeout_s: float | None = 300.0,
-    output: Literal["live", "by rank"] = "live",
     gpu: str | vgpu.GPUSpec | None = None,
     memory_bytes: int | None = None,
 ) -> list[Any]:
@@ -70,21 +69,19 @@ def run(
     ``torch.device(torch.accelerator.current_accelerator().type, rank)``; collectives run over NCCL
     or, for virtual GPUs, over gloo.
 
-    With ``output="live"``, what the ranks print is shown as they print it, in chronological order;
-    with ``"by rank"``, it's shown at the end, one rank after another. ``timeout_s`` limits the run,
-    not counting the start of the ranks; None means no limit.
+    What the ranks print is shown as they print it, in chronological order. ``timeout_s`` limits the
+    run, not counting the start of the ranks; None means no limit.
 
     Raises RankRaised, RankDied or RanksHung (each a LaunchError) if a rank doesn't return, and
     TypeError or ValueError for invalid arguments. No process outlives the call, except one that a
     rank started in a session of its own, such as a daemon.
     """
     __tracebackhide__ = True
-    _check(function, nprocs, args, timeout_s, output)
+    _check(function, nprocs, args, timeout_s)
     gpus = _virtual_gpus(nprocs, gpu, memory_bytes)
     call = dumps_call(function, args)
     jobs = _jobs(nprocs, gpus, connect_nccl=gpu is not None and gpus is None)
-    rank_output = RankOutput(nprocs, by_rank=output == "by rank")
-    with RankProcesses(jobs, call, rank_output) as processes:
+    with RankProcesses(jobs, call, RankOutput(nprocs)) as processes:
         try:
             _follow(processes, START_LIMIT_S, lambda rank: rank.joined is not None)
             _follow(processes, timeout_s, lambda rank: rank.outcome is not None)
@@ -153,9 +150,7 @@ def _result(rank: int, scratch: Path) -> Any:
         ) from error
 
 
-def _check(
-    function: Any, nprocs: object, args: tuple[Any, ...], timeout_s: object, output: object
-) -> None:
+def _check(function: Any, nprocs: object, args: tuple[Any, ...], timeout_s: object) -> None:
     if inside_rank():
         raise LaunchError("launch.run was called inside a rank of another launch.run.")
     if not callable(function):
@@ -176,8 +171,6 @@ def _check(
         )
     if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
         raise ValueError(f"timeout_s must be a positive number of seconds; got {timeout_s!r}.")
-    if output not in ("live", "by rank"):
-        raise ValueError(f'output must be "live" or "by rank"; got {output!r}.')
     try:
         parameters = signature(function)
     except ValueError:

@@ -139,11 +139,10 @@ class _Reader:
 
 
 class RankOutput:
-    """In the parent, prints the output of all ranks, live or, at the end, by rank."""
+    """In the parent, prints the output of all ranks."""
 
-    def __init__(self, world_size: int, *, by_rank: bool) -> None:
+    def __init__(self, world_size: int) -> None:
         self._readers = [_Reader(rank) for rank in range(world_size)]
-        self._by_rank = by_rank
         self._texts: list[_Text] = []
         self._open_bar: int | None = None
 
@@ -157,8 +156,6 @@ class RankOutput:
         Text that's newer than the last read of the pipes has to wait: another rank may have written
         something older in the meantime.
         """
-        if self._by_rank:
-            return False
         due = [text for text in self._texts if text.stamp_ns < before_ns]
         self._texts = [text for text in self._texts if text.stamp_ns >= before_ns]
         self._write(sorted(due, key=attrgetter("stamp_ns")))
@@ -168,12 +165,7 @@ class RankOutput:
         """Print everything that's left, including incomplete lines."""
         for reader in self._readers:
             self._texts += reader.finish()
-        if self._by_rank:
-            # Skip intermediate states of progress bars.
-            lines = [text for text in self._texts if not text.text.startswith("\r")]
-            self._write(sorted(lines, key=attrgetter("rank", "stamp_ns")))
-        else:
-            self._write(sorted(self._texts, key=attrgetter("stamp_ns")))
+        self._write(sorted(self._texts, key=attrgetter("stamp_ns")))
         self._texts = []
 
     def _write(self, texts: list[_Text]) -> None:

@@ -11,7 +11,7 @@ def frame(stamp_ns, text, stream="o"):
 
 
 def test_output_is_ordered_by_time_written_not_time_read(capsys):
-    output = RankOutput(2, by_rank=False)
+    output = RankOutput(2)
     output.feed(1, frame(30, "third\n") + frame(10, "first\n"))
     output.feed(0, frame(20, "second\n"))
     output.show(100)
@@ -19,7 +19,7 @@ def test_output_is_ordered_by_time_written_not_time_read(capsys):
 
 
 def test_lines_newer_than_the_last_read_wait_for_the_next_read(capsys):
-    output = RankOutput(1, by_rank=False)
+    output = RankOutput(1)
     output.feed(0, frame(10, "old\n") + frame(50, "young\n"))
     assert output.show(40)
     assert capsys.readouterr().out == "[rank 0] old\n"
@@ -30,7 +30,7 @@ def test_lines_newer_than_the_last_read_wait_for_the_next_read(capsys):
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_the_output_does_not_depend_on_where_a_read_ends(size, capsys):
     data = frame(1, "é one\ntw") + frame(2, "o\n") + b"raw\n" + frame(3, "err\n", "e")
-    output = RankOutput(1, by_rank=False)
+    output = RankOutput(1)
     for start in range(0, len(data), size):
         output.feed(0, data[start : start + size])
     output.finish()
@@ -40,7 +40,7 @@ def test_the_output_does_not_depend_on_where_a_read_ends(size, capsys):
 
 
 def test_a_progress_bar_overwrites_only_its_own_previous_state(capsys):
-    output = RankOutput(2, by_rank=False)
+    output = RankOutput(2)
     output.feed(0, frame(1, "\r 50%"))
     output.show(2)
     output.feed(0, frame(3, "\r100%"))
@@ -53,7 +53,7 @@ def test_a_progress_bar_overwrites_only_its_own_previous_state(capsys):
 
 
 def test_only_the_rank_over_the_limit_has_its_output_truncated(capsys):
-    output = RankOutput(2, by_rank=False)
+    output = RankOutput(2)
     output.feed(0, frame(1, "x" * MAX_OUTPUT_CHARACTERS) + frame(2, "lost\n"))
     output.feed(1, frame(3, "shown\n"))
     output.finish()
@@ -76,21 +76,6 @@ def test_output_is_shown_chronologically_and_labeled_by_rank(capsys):
     order = (2, 0, 1, 1, 0, 2)
     shown = capsys.readouterr().out.splitlines()
     assert shown == [f"[rank {rank}] turn of {rank}" for rank in order]
-
-
-def test_by_rank_shows_one_rank_after_the_other(capsys):
-    run(
-        """
-        def main(rank, world_size):
-            for step in range(2):
-                print(step)
-                dist.barrier()
-        """,
-        2,
-        output="by rank",
-    )
-    shown = capsys.readouterr().out.splitlines()
-    assert shown == ["[rank 0] 0", "[rank 0] 1", "[rank 1] 0", "[rank 1] 1"]
 
 
 def test_errors_warnings_and_the_output_of_programs_are_shown(capsys):

@@ -215,8 +215,6 @@ def test_run_rejects_other_impossible_arguments():
         launch.run(4, print)
     with pytest.raises(ValueError, match="timeout_s must be a positive number"):
         launch.run(print, 2, timeout_s=0)
-    with pytest.raises(ValueError, match='output must be "live" or "by rank"; got \'quiet\''):
-        launch.run(print, 2, output="quiet")
 
 
 def test_the_error_for_an_unpicklable_function_names_the_cause():
