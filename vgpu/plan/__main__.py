@@ -22,6 +22,7 @@ from vgpu.plan.pipelines import PipelineStep, predict
 from vgpu.plan.plan import Plan, Step
 from vgpu.plan.transformer import LLAMA, MIXTRAL, TransformerSizes
 from vgpu.tables import Table
+from vgpu.time.costs import check_count
 from vgpu.units import format_bytes, format_seconds
 
 EXAMPLES = """\
@@ -292,8 +293,7 @@ def _searched(given: dict[str, Any]) -> str:
     hosts, sequences = given.pop("hosts", None), given.pop("sequences", None)
     plan, costs = plan_of(given)
     if hosts is not None:
-        if hosts < 1:
-            raise ValueError(f"--hosts must be at least 1, got {hosts}")
+        check_count("--hosts", hosts)
         cp, ep = plan.layout.cp, plan.layout.ep
         if plan.layout.ranks > cp:
             raise ValueError(

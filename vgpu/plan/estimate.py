@@ -26,7 +26,8 @@ from dataclasses import dataclass, replace
 from vgpu import CostModel
 from vgpu.collectives import table
 from vgpu.plan.layout import groups, placement
-from vgpu.plan.transformer import TransformerSizes, check_count
+from vgpu.plan.transformer import TransformerSizes
+from vgpu.time.costs import check_count
 
 # FLOPs and bytes
 

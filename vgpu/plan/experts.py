@@ -26,6 +26,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from vgpu.time.costs import check_count
+
 
 @dataclass(frozen=True)
 class ExpertSizes:
@@ -41,21 +43,12 @@ class ExpertSizes:
 
     def check(self) -> None:
         """Raise ValueError if no ``Experts`` can have these sizes."""
-        for name, least in (
-            ("count", 1),
-            ("per_token", 1),
-            ("width", 1),
-            ("shared_width", 0),
-            ("dense_layers", 0),
-            ("ranks_per_token", 1),
-        ):
-            value = getattr(self, name)
-            if name == "ranks_per_token" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"{name} of the experts must be an integer of at least {least}, got {value!r}"
-                )
+        for name in ("count", "per_token", "width"):
+            check_count(f"{name} of the experts", getattr(self, name))
+        for name in ("shared_width", "dense_layers"):
+            check_count(f"{name} of the experts", getattr(self, name), 0)
+        if self.ranks_per_token is not None:
+            check_count("ranks_per_token of the experts", self.ranks_per_token)
         if self.per_token > self.count:
             raise ValueError(
                 f"a token can't go through {self.per_token} of {self.count} experts: use at least "

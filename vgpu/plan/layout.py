@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vgpu.plan.transformer import TransformerSizes, check_count
+from vgpu.plan.transformer import TransformerSizes
+from vgpu.time.costs import check_count
 
 RECOMPUTE = ("none", "selective", "full")
 """What backward recomputes in a block: nothing, everything but attention and every second matmul

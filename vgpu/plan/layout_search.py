@@ -33,8 +33,8 @@ from vgpu.plan.extrapolation import LAYERS, extrapolated, with_layers
 from vgpu.plan.layout import RECOMPUTE, Layout
 from vgpu.plan.pipelines import predict
 from vgpu.plan.plan import Plan, Rank, Step, on_cluster
-from vgpu.plan.transformer import check_count
 from vgpu.tables import Table
+from vgpu.time.costs import check_count
 from vgpu.units import format_bytes
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)

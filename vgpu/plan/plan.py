@@ -13,8 +13,9 @@ import vgpu
 from vgpu.plan import estimate, schedules
 from vgpu.plan.layout import RECOMPUTE, REDUCE, Layout, check_hosts, check_tp, split_layers
 from vgpu.plan.parallel_model import ParallelModel, adam, adam_with_state, without_garbage
-from vgpu.plan.transformer import Transformer, TransformerSizes, check_count
+from vgpu.plan.transformer import Transformer, TransformerSizes
 from vgpu.profiling.peaks import OTHER, PeakByCause
+from vgpu.time.costs import check_count
 from vgpu.time.timeline import covered_s
 from vgpu.units import format_bytes
 

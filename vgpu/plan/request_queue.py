@@ -19,8 +19,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from vgpu.plan.serving import Server
-from vgpu.plan.transformer import check_count
-from vgpu.time.costs import check_seconds
+from vgpu.time.costs import check_count, check_seconds
 
 
 @dataclasses.dataclass(frozen=True)

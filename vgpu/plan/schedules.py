@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
-from vgpu.plan.transformer import check_count
+from vgpu.time.costs import check_count
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "I", "W"
 _TEXT = re.compile(r"(\d*)([FBIW])(\d+)")

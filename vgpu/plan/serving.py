@@ -18,9 +18,9 @@ from collections.abc import Iterable
 
 from vgpu import NETWORKS, PRESETS, CostModel
 from vgpu.hardware import Product
-from vgpu.plan.transformer import TransformerSizes, check_count
+from vgpu.plan.transformer import TransformerSizes
 from vgpu.tables import Table
-from vgpu.time.costs import BFLOAT16, FLOAT8, Workload
+from vgpu.time.costs import BFLOAT16, FLOAT8, Workload, check_count
 from vgpu.units import format_bytes, format_seconds
 
 BITS = (8, 16)

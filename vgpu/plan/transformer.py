@@ -9,15 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
 from vgpu.plan.experts import Experts, ExpertSizes
-
-
-def check_count(name: str, value: object) -> None:
-    """Raise ValueError unless the value is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-
+from vgpu.time.costs import check_count
 
 FORMS = ("llama", "gpt")
 """Llama has RMSNorm, rotary positions and SwiGLU with three matrices; GPT has LayerNorm, learned

@@ -60,6 +60,12 @@ def check_seconds(name: str, value: object) -> None:
     _check(name, value, wanted, lambda time_s: 0 <= time_s < math.inf)
 
 
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Raise ValueError unless the value is an integer of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
 def _check(name: str, value: Any, wanted: str, holds: Callable[[Any], bool]) -> None:
     if isinstance(value, bool) or not isinstance(value, Real) or not holds(value):
         raise ValueError(f"{name} must be {wanted}, got {value!r}")
@@ -178,9 +184,7 @@ class CostModel:
         for name in _SECONDS:
             check_seconds(name, getattr(self, name))
         for name, least in _COUNTS.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+            check_count(name, getattr(self, name), least)
         spread = self.speed_spread
         _check("speed_spread", spread, "at least 0 and below 1", lambda share: 0 <= share < 1)
         if self.collective_processors >= self.spec.multi_processor_count:

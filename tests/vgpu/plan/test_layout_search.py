@@ -189,8 +189,8 @@ def test_the_command_prints_the_best_plans_and_why_others_were_ruled_out(capsys)
     assert "dp_shard 2" in shown and "not tried" in shown and layout_search._MORE_WORK in shown
     for options, message in (
         (["--hosts", "2"], "--hosts: only used with --search"),
-        (["--search", "--hosts", "0"], "--hosts must be at least 1, got 0"),
-        (["--search", "--sequences", "0"], "sequences must be at least 1, got 0"),
+        (["--search", "--hosts", "0"], "--hosts must be an integer of at least 1, got 0"),
+        (["--search", "--sequences", "0"], "sequences must be an integer of at least 1, got 0"),
         (["--search", "--hosts", "2", "--dp-shard", "2"], "--hosts 2 with a layout (dp_shard 2)"),
         (["--search", "--trace", "step.json"], "--trace: only used without --search"),
         (

@@ -226,7 +226,10 @@ def test_the_trace_has_a_row_for_each_stage(tmp_path, capsys):
             {"layout": Layout(pp=2), "chunks": 2, "micro_batches": 3, "batch": 3},
             "3 isn't a multiple",
         ),
-        ({"layout": Layout(pp=2), "micro_batches": 0}, "micro_batches must be at least 1"),
+        (
+            {"layout": Layout(pp=2), "micro_batches": 0},
+            "micro_batches must be an integer of at least 1",
+        ),
         (
             {"layout": Layout(), "chunks": 2},
             "are for pipelines: set the layout's pp to at least 2",

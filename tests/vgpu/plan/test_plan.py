@@ -78,9 +78,12 @@ def test_recomputation_takes_less_memory_and_more_time(how):
             "8 ranks can't share a layer evenly: key-value heads 4; tp must divide 4",
         ),
         ({"recompute": "some"}, "one of none, selective, full, got 'some'"),
-        ({"batch": 0}, "batch must be at least 1, got 0"),
-        ({"batch": 1.5}, "batch must be an integer, got 1.5"),
-        ({"sizes": dataclasses.replace(SMALL, layers=0)}, "layers must be at least 1, got 0"),
+        ({"batch": 0}, "batch must be an integer of at least 1, got 0"),
+        ({"batch": 1.5}, "batch must be an integer of at least 1, got 1.5"),
+        (
+            {"sizes": dataclasses.replace(SMALL, layers=0)},
+            "layers must be an integer of at least 1, got 0",
+        ),
         (
             {"sizes": dataclasses.replace(SMALL, width=260)},
             "a width of 260 can't be divided into 8 heads",
@@ -209,8 +212,8 @@ def test_the_command_advises_what_to_change_if_a_plan_does_not_fit(capsys):
     ("options", "message"),
     [
         ("--width 260", "a width of 260 can't be divided into 8 heads"),
-        ("--layers 0", "layers must be at least 1, got 0"),
-        ("--dp-shard 0", "dp_shard must be at least 1, got 0"),
+        ("--layers 0", "layers must be an integer of at least 1, got 0"),
+        ("--dp-shard 0", "dp_shard must be an integer of at least 1, got 0"),
         ("--dp-shard 100000", f"too many: a plan can have at most {MOST_RANKS:,}"),
         ("--search --hosts 100000", f"too many: a plan can have at most {MOST_RANKS:,}"),
         ("--batch 1000000000", "use a smaller batch or shorter sequences"),

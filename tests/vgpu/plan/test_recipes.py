@@ -110,7 +110,7 @@ def test_gpt_models_can_be_planned_with_fsdp_tensor_and_pipeline_parallelism(lay
     ("change", "message"),
     [
         ({"reduce": "float16"}, "reduce must be one of float32, bfloat16, got 'float16'"),
-        ({"accumulate": 0}, "accumulate must be at least 1, got 0"),
+        ({"accumulate": 0}, "accumulate must be an integer of at least 1, got 0"),
         ({"layout": Layout(pp=2), "batch": 2, "accumulate": 2}, "is for plans without a pipeline"),
     ],
 )

@@ -65,7 +65,7 @@ def test_a_request_with_a_cached_prefix_computes_only_the_rest():
     ("request_", "message"),
     [
         ({"arrival_s": -1.0}, "arrival_s must be a finite, non-negative number of seconds"),
-        ({"prompt": 0}, "prompt must be at least 1"),
+        ({"prompt": 0}, "prompt must be an integer of at least 1"),
         ({"cached": 10}, "cached must be from 0 to 9, got 10"),
     ],
 )
