@@ -22,7 +22,7 @@ import torch
 
 from vgpu import cuda_is_vgpu, run_report
 from vgpu.backend import enable, is_enabled
-from vgpu.cluster_step import predict_second_step
+from vgpu.collectives.cluster import predict_second_step
 from vgpu.torch_patches import flash_attn
 
 

@@ -28,7 +28,6 @@ ORDER = [
     "vgpu.iterations",
     "vgpu.cuda_is_vgpu",
     "vgpu.run_report",
-    "vgpu.cluster_step",
     "vgpu.run_program",
     "vgpu.__main__",
     "vgpu",

@@ -11,12 +11,17 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vgpu import backend
 from vgpu.collectives import process_groups
 from vgpu.hardware import GPUSpec, Link, Network, get_network
 from vgpu.memory import gpus
+from vgpu.tensor.shapes import shapes_only
 from vgpu.time import recording
+from vgpu.time.timeline import Timeline, covered_s
+from vgpu.torch_patches import device_module
+from vgpu.units import format_bytes, format_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,3 +169,59 @@ def _caches() -> Iterator[Any]:
                 function = getattr(member, "__func__", member)  # a static method's
                 if isinstance(function, functools._lru_cache_wrapper):
                     yield function
+
+
+# python -m vgpu --cluster
+
+
+@contextmanager
+def predict_second_step(**options: Any) -> Iterator[None]:
+    """Run the program in the block as rank 0 of a cluster, with tensors that are shapes.
+
+    Recording starts after an optimizer's first step, which creates its state. After the second
+    step, the result is printed, and SystemExit ends the program. ``options`` are those of
+    ``cluster``. A program that reads a tensor's value before then ends with a NoValueError, because
+    shapes have no values.
+    """
+    timelines: list[Timeline] = []
+    with ExitStack() as block:
+        made = block.enter_context(cluster(**options))
+        # The cluster's process group already exists, so a program that creates one gets that one.
+        block.enter_context(mock.patch.object(dist, "init_process_group", lambda *_, **__: None))
+        block.enter_context(shapes_only())
+        recorded = block.enter_context(ExitStack())
+
+        def after_step(*_: Any) -> None:
+            if not timelines:
+                device_module.reset_peak_memory_stats()
+                timelines.append(recorded.enter_context(recording.record()))
+                return
+            recorded.close()
+            print(_report(made, timelines[0]), flush=True)
+            raise SystemExit
+
+        block.callback(register_optimizer_step_post_hook(after_step).remove)
+        yield
+        taken = len(timelines)
+        raise SystemExit(
+            f"python -m vgpu --cluster: this records the second optimizer step, but the program "
+            f"took only {taken}: have it take at least two"
+        )
+
+
+def _report(made: Cluster, timeline: Timeline) -> str:
+    events = timeline.of(made.device)
+    kernels = [event for event in events if event.kind == "kernel"]
+    collectives = [event for event in events if event.kind == "collective"]
+    step_s, computing_s = timeline.makespan_s, covered_s(kernels)
+    busy_s = covered_s(kernels + collectives)
+    parts = {
+        "computing": computing_s,
+        "exposed collectives": busy_s - computing_s,
+        "neither": step_s - busy_s,
+    }
+    lines = [str(made), f"a step takes {format_seconds(step_s)} of virtual time"]
+    lines += [f"  {time_s / step_s:6.1%} {what}" for what, time_s in parts.items()]
+    peak, of = device_module.max_memory_allocated(), made.gpu.memory_bytes
+    lines.append(f"peak memory: {format_bytes(peak)} of {format_bytes(of)} allocated")
+    return "\n".join(lines)
