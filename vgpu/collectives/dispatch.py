@@ -308,10 +308,9 @@ def _stream_number(now: Recording, gpu: VirtualGPU, call: Call) -> int:
 
 
 def install(changes: Changes) -> None:
-    if dist.is_available():
-        barrier = _with_virtual_time(dist.barrier)
-        changes.set(dist, "barrier", barrier)
-        changes.set(distributed_c10d, "barrier", barrier)
+    barrier = _with_virtual_time(dist.barrier)
+    changes.set(dist, "barrier", barrier)
+    changes.set(distributed_c10d, "barrier", barrier)
 
 
 def _with_virtual_time(plain: Callable[..., Any]) -> Callable[..., Any]:

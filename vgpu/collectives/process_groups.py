@@ -39,8 +39,6 @@ ranks_are_absent = False
 
 
 def install(changes: Changes) -> None:
-    if not dist.is_available():
-        return
     backends: Any = dist.Backend
     plugin = backends._BackendPlugin(_make_backend, extended_api=True)
     changes.set(backends, BACKEND.upper(), BACKEND)

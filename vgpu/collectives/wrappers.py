@@ -35,15 +35,14 @@ def install(changes: Changes) -> None:
         "_make_wrapper_subclass",
         staticmethod(make(torch.Tensor._make_wrapper_subclass)),
     )
-    if dist.is_available():
-        changes.when_imported("torch.distributed.tensor._api", _show_device_of_dtensors)
-        changes.when_imported("torch.distributed.tensor._random", _read_offset)
-        changes.when_imported("torch.distributed.pipelining.schedules", _without_votes)
-        changes.when_imported("torch.distributed._symmetric_memory", _refuse_symmetric_memory)
-        changes.when_imported(
-            "torch.distributed.fsdp._fully_shard._fsdp_collectives", _divide_beside_sum
-        )
-        changes.wrap(DistributedDataParallel, "_ddp_init_helper", _without_times)
+    changes.when_imported("torch.distributed.tensor._api", _show_device_of_dtensors)
+    changes.when_imported("torch.distributed.tensor._random", _read_offset)
+    changes.when_imported("torch.distributed.pipelining.schedules", _without_votes)
+    changes.when_imported("torch.distributed._symmetric_memory", _refuse_symmetric_memory)
+    changes.when_imported(
+        "torch.distributed.fsdp._fully_shard._fsdp_collectives", _divide_beside_sum
+    )
+    changes.wrap(DistributedDataParallel, "_ddp_init_helper", _without_times)
 
 
 def _naming_device(

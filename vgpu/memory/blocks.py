@@ -324,7 +324,7 @@ class Block:
 
 def _of_rank() -> str:
     """Say which rank ran out of memory: GPUs of multiple ranks can have the same name."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return ""
     return f" This happened on rank {dist.get_rank()} of {dist.get_world_size()}."
 

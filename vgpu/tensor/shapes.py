@@ -70,8 +70,7 @@ def install(changes: Changes) -> None:
     changes.append(_foreach_supported_types, ShapeTensor)  # see torch_patches/functions.py
     changes.wrap(torch.nn.init, "_no_grad_trunc_normal_", trunc_normal)
     changes.wrap(nn.parallel.distributed, "_verify_param_shape_across_processes", _of_values)
-    if dist.is_available():
-        changes.wrap(dist.Reducer, "_rebuild_buckets", _in_own_order)
+    changes.wrap(dist.Reducer, "_rebuild_buckets", _in_own_order)
 
 
 def trunc_normal(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

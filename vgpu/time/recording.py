@@ -73,7 +73,7 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
     costs = (costs or CostModel(gpus.by_index(0).spec)).changed(assumed).changed(changes)
     devices = [gpus.by_index(index).device for index in range(gpus.device_count())]
     timeline = Timeline(costs.spec.name.removeprefix("Virtual "), devices)
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
     timeline.ranks = [rank]
     if under_way is not None:
         raise RuntimeError("a recording is already active: end its block before you start another")
