@@ -119,6 +119,8 @@ class DeviceMemory:
         """How many bytes this process may use; None means the full capacity."""
         self.allocated_bytes = 0
         self.peak_bytes = 0
+        self.requested_bytes = 0  # before rounding
+        self.peak_requested_bytes = 0
         self.allocation_count = 0
         self.freed_count = 0
         self.out_of_memory_count = 0
@@ -158,11 +160,14 @@ class DeviceMemory:
                 or self.allowed_bytes is not None
             ):
                 self.require(request_bytes)
-            block = Block(self, size_bytes, operation)  # its creation may free other blocks
+            block = Block(self, request_bytes, size_bytes, operation)  # this may free other blocks
             self.allocation_count += 1
             self.allocated_bytes = allocated_bytes = self.allocated_bytes + size_bytes
             if allocated_bytes > self.peak_bytes:
                 self.peak_bytes = allocated_bytes
+            self.requested_bytes = requested_bytes = self.requested_bytes + request_bytes
+            if requested_bytes > self.peak_requested_bytes:
+                self.peak_requested_bytes = requested_bytes
             if not self.is_gone:
                 stream = self._current_stream(self.device.index) if several_streams else 0
                 block.number = self.reserve.new(size_bytes, stream)
@@ -206,6 +211,7 @@ class DeviceMemory:
         self.out_of_memory_count = 0
         with _lock:
             self.peak_bytes = self.allocated_bytes
+            self.peak_requested_bytes = self.requested_bytes
             if self.live_block_count:
                 self.reserve.begin_anew()
             else:  # processing the old log would have no effect
@@ -214,6 +220,7 @@ class DeviceMemory:
     def reset_peak(self) -> None:
         with _lock:
             self.peak_bytes = self.allocated_bytes
+            self.peak_requested_bytes = self.requested_bytes
             self.reserve.reset_peak()
 
     def empty_cache(self) -> None:
@@ -280,13 +287,17 @@ class Block:
         "memory",
         "number",
         "operation",
+        "request_bytes",
         "size_bytes",
         "storage",
         "uses",
     )
 
-    def __init__(self, memory: DeviceMemory, size_bytes: int, operation: str) -> None:
+    def __init__(
+        self, memory: DeviceMemory, request_bytes: int, size_bytes: int, operation: str
+    ) -> None:
         self.memory = memory
+        self.request_bytes = request_bytes
         self.number = 0  # its number in the reserve (records.py)
         self.size_bytes = size_bytes
         self.operation = operation
@@ -303,8 +314,12 @@ class Block:
             size_bytes = rounded(request_bytes)
             if size_bytes > self.size_bytes:
                 self.memory.require(size_bytes - self.size_bytes)
-            self.memory.resize(self, size_bytes, operation)
+            memory = self.memory
+            memory.resize(self, size_bytes, operation)
             self.size_bytes = size_bytes
+            memory.requested_bytes += request_bytes - self.request_bytes
+            memory.peak_requested_bytes = max(memory.peak_requested_bytes, memory.requested_bytes)
+            self.request_bytes = request_bytes
 
     def __del__(self) -> None:
         if self.uses is not None:
@@ -314,6 +329,7 @@ class Block:
             memory, size_bytes = self.memory, self.size_bytes
             memory.freed_count += 1
             memory.allocated_bytes -= size_bytes
+            memory.requested_bytes -= self.request_bytes
             if size_bytes and not memory.is_gone:
                 memory.reserve.freed(self.number)
                 if _records:

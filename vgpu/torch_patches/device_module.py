@@ -195,12 +195,14 @@ def memory_stats(device: Any = None) -> dict[str, int]:
     """Return current and peak bytes (``allocated_bytes.all.peak`` and so on), retries and errors.
 
     Active bytes equal allocated bytes: here, no freed block has to wait for another stream.
+    Requested bytes are those before each block is rounded up to a multiple of 512.
     """
     memory = _memory_of(device)
     allocated = memory.allocated_bytes, memory.peak_bytes
     kinds = {
         "active_bytes": allocated,
         "allocated_bytes": allocated,
+        "requested_bytes": (memory.requested_bytes, memory.peak_requested_bytes),
         "reserved_bytes": memory.reserved(),
     }
     stats: dict[str, int] = {}

@@ -68,6 +68,8 @@ def test_all_functions_report_the_same_reserved_bytes():
             "active_bytes.all.peak": stats["allocated_bytes.all.peak"],
             "allocated_bytes.all.current": 5 * MIB,
             "allocated_bytes.all.peak": stats["allocated_bytes.all.peak"],
+            "requested_bytes.all.current": 5 * MIB,
+            "requested_bytes.all.peak": stats["allocated_bytes.all.peak"],
             "reserved_bytes.all.current": 20 * MIB,
             "reserved_bytes.all.peak": 20 * MIB,
             "num_alloc_retries": 0,
@@ -80,6 +82,23 @@ def test_all_functions_report_the_same_reserved_bytes():
     assert torch.accelerator.memory_reserved() == 0
     assert torch.accelerator.max_memory_reserved() == 20 * MIB
     assert f"reserved_bytes.all.peak: {20 * MIB:,}" in torch.vgpu.memory_summary(0)
+
+
+def test_requested_bytes_are_not_rounded():
+    def requested():
+        stats = torch.vgpu.memory_stats()
+        return [stats[f"requested_bytes.all.{which}"] for which in ("current", "peak")]
+
+    torch.vgpu.reset_peak_memory_stats()
+    before, _ = requested()
+    x = torch.zeros(100, dtype=torch.uint8, device="vgpu")
+    assert requested() == [before + 100, before + 100]
+    x.untyped_storage().resize_(700)
+    assert requested() == [before + 700, before + 700]
+    del x
+    assert requested() == [before, before + 700]
+    torch.vgpu.reset_peak_memory_stats()
+    assert requested() == [before, before]
 
 
 def test_streams_share_no_segments():
