@@ -136,6 +136,28 @@ def softmax_backward(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return wrap(gradient.to(dtype), gpu, func.name().removeprefix("aten::"))
 
 
+# ``F.logsigmoid``, where CUDA's backward recomputes the buffer that the CPU's forward saves.
+
+
+@handler("aten::log_sigmoid_forward")
+def log_sigmoid(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    if kwargs:  # out=
+        return run_unrecorded(func, args, kwargs)
+    (source,) = args
+    output, buffer = func(source._inner)
+    return wrap_result((output, buffer.new_empty(0)), source._gpu, "log_sigmoid_forward")
+
+
+@handler("aten::log_sigmoid_backward")
+def log_sigmoid_backward(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    named, gpu = named_values(func, args, kwargs)
+    _, buffer = torch.ops.aten.log_sigmoid_forward(named["self"])
+    if kwargs:  # out=
+        buffer = wrap(buffer, gpu, "log_sigmoid_backward")
+        return run_unrecorded(func, (*args[:2], buffer), kwargs)
+    return wrap(func(named["grad_output"], named["self"], buffer), gpu, "log_sigmoid_backward")
+
+
 # Norms
 
 

@@ -50,7 +50,7 @@ def test_values_and_gradients_match_float32_rounded_once(name, dtype):
         assert torch.equal(mine, exact.to(dtype))
 
 
-# Softmax of float16 with a float32 result in one kernel
+# Softmax of float16 with a float32 result in one kernel, and logsigmoid, which keeps only its input
 
 MIB = 2**20
 
@@ -102,3 +102,17 @@ def test_float16_softmax_with_a_float32_result_is_one_kernel():
     with vgpu.record() as timeline:
         in_float32("softmax", x)
     assert [event.name for event in timeline.events] == ["_softmax"]
+
+
+@pytest.mark.parametrize("shapes", [False, True], ids=["values", "shapes"])
+def test_logsigmoid_keeps_its_input_and_no_buffer(shapes):
+    """log_sigmoid_forward_cuda in aten/src/ATen/native/cuda/Activation.cpp: ``empty({0})``."""
+    with vgpu.shapes_only() if shapes else contextlib.nullcontext():
+        x = torch.randn(1024, 1024, device="vgpu:0").requires_grad_()
+        with bytes_of() as found:
+            out = F.logsigmoid(x)
+        assert found == [4, 4]
+        grad = torch.ones_like(out)
+        with bytes_of() as found:
+            out.backward(grad)
+        assert found[1] == 4
