@@ -383,8 +383,8 @@ def _pile_up(
         height, middle = size / MIB, bottom + size / MIB / 2
         axes.bar(0, height, 1, bottom, color=color, edgecolor="black", linewidth=0.8)
         is_low = height < top / 8  # too low for text
-        place = {"x": 0.55, "ha": "left"} if is_low else {"x": 0.0, "ha": "center"}
-        axes.text(y=middle, s=name, va="center", fontsize=8, **place)
+        x, align = (0.55, "left") if is_low else (0.0, "center")
+        axes.text(x, middle, name, ha=align, va="center", fontsize=8)
         bottom += height
     axes.set_xlim(-0.52, 0.52)
     axes.grid(visible=False)

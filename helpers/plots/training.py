@@ -142,8 +142,9 @@ def resumed_curves(
         above.plot(steps, losses[stopped_after:], **style, label=label)
         off = [abs(losses[step] - whole[step]) for step in steps]
         below.plot(steps, off, **style, label=label if any(off) else f"{label}: exactly 0")
-    for axes, label in ((above, "stopped here"), (below, None)):
-        axes.axvline(stopped_after - 0.5, color="#555555", linewidth=1, label=label)
+    stop = {"x": stopped_after - 0.5, "color": "#555555", "linewidth": 1}
+    above.axvline(**stop, label="stopped here")
+    below.axvline(**stop)
     above.set(ylabel="loss (nats)")
     above.legend()
     below.legend(loc="upper left")
