@@ -77,7 +77,7 @@ def python_of(venv):
 
 
 def stamp(folder=ROOT):
-    """Return the text of ready.txt: where it is, what it's for, and what it has."""
+    """Return ready.txt's text, which identifies the environment's folder, machine and packages."""
     return f"{folder}\n{MACHINE}\n{hashlib.sha256(str(PROJECT).encode()).hexdigest()}"
 
 
@@ -141,8 +141,8 @@ def source(options):
         return []
     cuda = options.cuda or shutil.which("nvidia-smi")
     small = options.cpu or (not cuda and answers(CPU_INDEX))
-    size = "0.5 GB, PyTorch without CUDA (CUDA=1: with)" if small else "2.7 GB, PyTorch with CUDA"
-    say(f"downloading, which takes a few minutes once: {size}")
+    size = "0.5 GB, without CUDA (CUDA=1 includes it)" if small else "2.7 GB, with CUDA"
+    say(f"downloading PyTorch and other packages, {size}; this takes a few minutes, once")
     return ["--extra-index-url", CPU_INDEX] if small else []
 
 

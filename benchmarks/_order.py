@@ -8,7 +8,7 @@ _DIFFER = 0.03
 
 
 def order(published: Sequence[float], predicted: Sequence[float]) -> str:
-    """Say what fraction of the pairs of rows that differ is predicted in the published order."""
+    """Say what fraction of the pairs of differing rows is predicted in the published order."""
     pairs = itertools.combinations(zip(published, predicted, strict=True), 2)
     differing = [(one, other) for one, other in pairs if abs(one[0] / other[0] - 1) >= _DIFFER]
     right = sum((one[0] < other[0]) == (one[1] < other[1]) for one, other in differing)

@@ -127,8 +127,8 @@ _PIECES = (
     "own pass, run on a block compiled for eight ranks, finds the same pairs, with the same copies for "
     "the weights' gradients (`vgpu/time/compiler_passes.py` lists what else it copies, about 1% of a "
     "step). It's the steps without asynchronous tensor parallelism that stand out. Whenever a change "
-    "leaves a smaller part of a step to anything but matmuls and attention, whether it's torch.compile or "
-    "asynchronous tensor parallelism, the prediction becomes too fast:"
+    "shrinks the part of a step that isn't matmuls or attention, as torch.compile and asynchronous tensor "
+    "parallelism do, the prediction becomes too fast:"
 )
 _POWER = (
     "The likely reason is power, although no published clock rate proves it: these GPUs were limited to "

@@ -111,7 +111,7 @@ class _Adam:
         self._hooks = [p.register_post_accumulate_grad_hook(self._scatter) for p in hooked]
 
     def _part(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the values; in stage 3, they contain nothing else."""
+        """Return this rank's part of the values; in stage 3, each rank holds only its part anyway."""
         values = getattr(values, "to_local", lambda: values)()
         return values.flatten().chunk(GPUS)[dist.get_rank()] if self._cuts else values
 

@@ -89,7 +89,7 @@ def main(path: Path = ROWS) -> str:
         f"{ordered} The host's time per call, how it overlaps with the GPU's, memory's efficiency and the fitted row were "
         "chosen with these rows in view, so these aren't errors on unseen rows.",
         "",
-        "The next table groups the rows by degree of tensor parallelism, width and micro-batch. Its first mean "
+        "The next table groups the rows by tensor-parallel size, width and micro-batch. Its first mean "
         "error is signed.",
         "",
         "| TP | width | micro-batch | rows | mean error | mean absolute error | trivial |",

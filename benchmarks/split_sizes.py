@@ -4,7 +4,8 @@ Published (PyTorch tutorial "Single-Machine Model Parallel Best Practices", 2019
 images of 128x128; one GPU takes 3.75 s, its layers on two GPUs 4.02 s, a pipeline with pieces of
 20 2.51 s, and the best size, 12, 2.43 s. Its clock stops when the host returns from the last
 ``optimizer.step()``, without waiting for the GPUs, and so does ours (``host_s``). Lessons 08 and 09
-wait for the GPUs (``makespan_s``): their fitted share differs, and the speeds by under 2 points.
+wait for the GPUs (``makespan_s``), so their fitted share differs, and their speeds differ by less
+than 2 points.
 
 One figure is fitted, to the 3.75 s of one GPU: the fraction of a K80's peak arithmetic that is reached.
 The fractions for memory and links are ``CostModel``'s defaults; another table varies them. The

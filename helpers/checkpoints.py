@@ -1,4 +1,4 @@
-"""Checkpoints for ``notebooks/train.py``: written while it trains, and read in any layout."""
+"""Checkpoints for ``notebooks/train.py``: written while it trains, and loaded into any layout."""
 
 import json
 import pickle
@@ -35,8 +35,8 @@ class CheckpointRefused(Exception):
 class Checkpoints:
     """Checkpoints of a model and its optimizer, in a folder shared by all hosts; None disables them.
 
-    Each rank writes its own part. A checkpoint is complete once ``.metadata`` is written, last; the
-    previous one is kept until then.
+    Each rank writes its own part. A checkpoint is complete once ``.metadata``, its last file, is
+    written; the previous one is kept until then.
     """
 
     def __init__(self, folder: Path | None, sizes: TransformerSizes, options: Namespace) -> None:
@@ -49,7 +49,7 @@ class Checkpoints:
         self.last: Path | None = None
         """The last complete checkpoint when training starts, the same on all ranks."""
         if folder:
-            # The thread that writes has its own group, separate from the training's.
+            # The thread that writes has its own process group, separate from the training's.
             self.group: Any = dist.new_group(backend="gloo")
             signal.signal(signal.SIGTERM, self._terminate)
             self.last = self._shared()
@@ -99,7 +99,7 @@ class Checkpoints:
         )
 
     def asked_to_stop(self) -> bool:
-        """Return whether any rank has received SIGTERM, as from Slurm; all ranks return the same.
+        """Return whether any rank has received SIGTERM, say from Slurm; all ranks return the same.
 
         The ranks agree through Gloo, on the host, so this doesn't wait for the GPUs. Without a
         folder there's nothing to save, and SIGTERM ends the process as usual. Raises
@@ -131,7 +131,7 @@ class Checkpoints:
             dcp.load({"model": parameters, "optimizer": moments}, checkpoint_id=path)
         except CheckpointException as error:
             text = f"{path} is from a different model, or damaged: {_reason(error)}"
-            advice = "Without that folder, training continues from the checkpoint before it"
+            advice = "If you remove that folder, training resumes from the checkpoint before it"
             raise CheckpointRefused(f"{text}. {advice}") from error
         set_state_dict(*self.state, model_state_dict=parameters, optim_state_dict=moments)
         if dist.get_rank() == 0:
@@ -166,7 +166,7 @@ class Checkpoints:
 
 
 def _from_rank_0(function: Callable[[], Any]) -> Any:
-    """Return what ``function`` returns on rank 0, on every rank."""
+    """Call ``function`` on rank 0, and return its result on every rank."""
     results = [function() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(results, src=0)
     return results[0]
@@ -192,7 +192,7 @@ def load_whole(model: nn.Module, path: Path) -> None:
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
     def read() -> str:
-        """Fill ``whole``; return what's wrong with the file."""
+        """Fill ``whole``; return what's wrong with the file, or ""."""
         try:
             found = torch.load(path, map_location="cpu", mmap=True)  # values are read on demand
         except (OSError, RuntimeError, pickle.UnpicklingError) as error:

@@ -59,7 +59,7 @@ _DATA_PARALLEL: dict[str, dict[str, Any]] = {
 
 
 def data_parallel(letter: str, **changes: Any) -> vgpu.Timeline:
-    """Record the run of trace A, C, D or F, with other arguments for ``_trained`` if given."""
+    """Record the run of trace A, C, D or F; ``changes`` override its arguments to ``_trained``."""
     return _alike(_trained(**{**_DATA_PARALLEL[letter], **changes}))
 
 
@@ -161,13 +161,13 @@ def _alike(prepare: Prepare) -> vgpu.Timeline:
 
 
 def straggler(rows: int = 6144) -> vgpu.Timeline:
-    """Record four ranks, one of them with more rows than the 4,096 of the others."""
+    """Record four ranks; one of them gets ``rows`` rows, the others 4,096 each."""
     usual, slow = _recorded(_trained()), _recorded(_trained(rows=rows))
     return _joined(slow if rank == SLOW_RANK else usual for rank in range(RANKS))
 
 
 def _joined(timelines: Iterable[vgpu.Timeline]) -> vgpu.Timeline:
-    """Join recordings, one per rank in order, whichever rank each was recorded as."""
+    """Join one recording per rank, in order, whichever rank it was recorded as."""
     return vgpu.joined(
         [
             replace(timeline, programs=tuple(replace(p, rank=rank) for p in timeline.programs))

@@ -1,6 +1,7 @@
 """What ``notebooks/train.py`` needs besides the training itself.
 
-Its model's sizes, tensor parallelism and FLOPs; how a rank finds its GPU and the others; messages.
+This includes model sizes, FLOPs and optimizer groups, how a rank finds its GPU and the other ranks,
+and messages.
 """
 
 import os

@@ -68,7 +68,7 @@ def _all_letters() -> torch.Tensor:
 def letters(train: bool = True) -> torch.Tensor:
     """Return the tokens of all topics, sorted by name, as (N,) int64.
 
-    ``train=True`` is the first 90 %, more than 300,000 characters; ``train=False`` the last 10 %, for
+    ``train=True`` is the first 90%, more than 300,000 characters; ``train=False`` is the last 10%, for
     evaluation only. A few sentences are in both, since topics quote each other.
     """
     every = _all_letters()

@@ -3,18 +3,18 @@
     python train.py                                                      one process
     torchrun --nproc-per-node 4 train.py --checkpoints run               four GPUs, sharded by FSDP2
     torchrun --nproc-per-node 4 -m vgpu train.py --dp-shard 2 --tp 2     four virtual GPUs
-    python -m vgpu --cluster 8x8 --gpu H100 train.py --batch 64          predicts the step of 64
+    python -m vgpu --cluster 8x8 --gpu H100 train.py --batch 64          predict a step on 64 GPUs
 
-The same command continues from the last checkpoint: bit for bit in the same layout on the CPU,
-otherwise up to rounding. It trains on Python's own documentation. For a run of your own:
+The same command resumes from the last checkpoint: bit for bit with the same layout on the CPU,
+otherwise up to rounding. The training text is Python's own documentation. For your own run, change:
 
-    data          train: any (N,) tensor, such as torch.from_file(...), in place of letters(...); or
-                  own batches: endless, starting at batch skip, same number of targets on all ranks
-    model         build: the module, and an initialize that fills what to_empty leaves undefined
-    division      TENSOR_PLAN, in vgpu/plan/parallel_model.py; divide: what FSDP2 gathers at once
-    sizes, MFU    helpers/gpt.py: MODELS, and in speed the FLOPs per token and the GPUs' peaks
-    dimensions    mesh_dimensions, then divide; ranks that get the same samples: place, in train
-    elsewhere     copy helpers/gpt.py, checkpoints.py and text.py, too; the model is in vgpu.plan
+    data          train: use any (N,) tensor, such as torch.from_file(...), for letters(...); or your
+                  own endless batches, starting at batch skip, with equally many targets on all ranks
+    model         build: the module, whose initialize must fill what to_empty leaves undefined
+    sharding      TENSOR_PLAN in vgpu/plan/parallel_model.py; in divide, what FSDP2 gathers at once
+    sizes, MFU    helpers/gpt.py: MODELS; in speed, the FLOPs per token and the GPUs' peaks
+    dimensions    mesh_dimensions, then divide; in train, place says which ranks share samples
+    location      also copy helpers/gpt.py, checkpoints.py and text.py; the model is in vgpu.plan
 """
 
 import math
@@ -49,27 +49,27 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__.split("\n")[0])
     numbers = {
         "dp-replicate": (1, "copies of the model"),
-        "dp-shard": (0, "ranks that share a copy by FSDP2; 0 for all that are left"),
-        "tp": (1, "ranks that share each layer"),
-        "layers": (0, "of the model; 0 for its own"),
-        "width": (0, "of the model; 0 for its own"),
-        "sequence": (0, "tokens of a sequence; 0 for the model's own"),
-        "batch": (32, "sequences of a step, on all ranks together"),
-        "accumulate": (1, "microbatches per step; only the last sends gradients to other replicas"),
-        "steps": (100, "of the whole training"),
-        "warm-up": (10, "steps in which the learning rate rises"),
-        "save-every": (20, "steps between held-out losses, and checkpoints"),
+        "dp-shard": (0, "ranks over which FSDP2 shards each copy; 0 for all that remain"),
+        "tp": (1, "ranks that split each layer"),
+        "layers": (0, "number of layers; 0 for the model's own"),
+        "width": (0, "hidden size; 0 for the model's own"),
+        "sequence": (0, "tokens per sequence; 0 for the model's own"),
+        "batch": (32, "sequences per step, over all ranks"),
+        "accumulate": (1, "micro-batches per step; replicas all-reduce only in the last"),
+        "steps": (100, "steps in total"),
+        "warm-up": (10, "steps during which the learning rate rises"),
+        "save-every": (20, "steps between held-out losses, and between checkpoints"),
     }
-    parser.add_argument("--model", choices=MODELS, default="letters", help="sizes (%(default)s)")
+    parser.add_argument("--model", choices=MODELS, default="letters", help="size (%(default)s)")
     for name, (default, text) in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (%(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=0.004, help="top (%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=0.004, help="peak (%(default)s)")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--recompute", action="store_true", help="keep only the blocks' inputs")
     parser.add_argument("--compile", action="store_true", help="torch.compile for each block")
-    parser.add_argument("--weights", type=Path, help="a whole state dict to begin with")
+    parser.add_argument("--weights", type=Path, help="a full state dict to start from")
     parser.add_argument("--checkpoints", type=Path, help="a folder that all hosts share")
-    parser.add_argument("--lose", help="RANK:STEP, a fire drill: kill that rank after that step")
+    parser.add_argument("--lose", help="RANK:STEP: kill that rank after that step (a fire drill)")
     options = parser.parse_args()
     for name, (default, _) in numbers.items():
         if getattr(options, name.replace("-", "_")) < (least := min(default, 1)):
@@ -87,11 +87,11 @@ def main() -> None:
         train(options, sizes, mesh, device)
     except CheckpointRefused as error:  # on every rank
         refuse(error)
-    dist.destroy_process_group()  # not after an error: it might wait for ranks that are waiting
+    dist.destroy_process_group()  # not after an error, when it could wait for ranks forever
 
 
 def mesh_dimensions(options: Namespace, sizes: TransformerSizes) -> dict[str, int]:
-    """Their sizes, the ranks of the last one being neighbors; refuses what does not divide."""
+    """Return each dimension's size, with the innermost last; refuse sizes that don't divide."""
     try:
         sizes.check()
     except ValueError as error:
@@ -107,12 +107,12 @@ def mesh_dimensions(options: Namespace, sizes: TransformerSizes) -> dict[str, in
         ("tokens in the vocabulary", sizes.vocabulary, tp),
     ):
         if size % parts:
-            refuse(f"{size} {name} do not divide into {parts} equal parts")
+            refuse(f"{size} {name} can't be split into {parts} equal parts")
     return {"dp_replicate": replicas, "dp_shard": shards, "tp": tp}
 
 
 def divide(model: Transformer, mesh: DeviceMesh, options: Namespace) -> None:
-    """By the mesh, still on the meta device; in the order in which these compose."""
+    """Split the model over the mesh, still on the meta device, in the order that composes."""
     if mesh["tp"].size() > 1:
         parallelize_module(model, mesh["tp"], TENSOR_PLAN)
     for block in model.blocks:
@@ -138,7 +138,7 @@ def build(
     with torch.device("meta"):
         model = Transformer(sizes)
     divide(model, mesh, options)
-    model.to_empty(device=mesh.device_type)  # room for this rank's part, and for nothing else
+    model.to_empty(device=mesh.device_type)  # allocates only this rank's part
     model.initialize(only_buffers=resumes or bool(options.weights))
     if options.weights and not resumes:
         load_whole(model, options.weights)
@@ -148,7 +148,7 @@ def build(
 
 
 def backward(model: nn.Module, inputs: Tensor, targets: Tensor, options: Namespace) -> Tensor:
-    """Add to the gradients for (B, S) tokens; returns their mean loss."""
+    """Accumulate the gradients for (B, S) tokens; return their mean loss."""
     with loss_parallel() if options.tp > 1 else nullcontext():
         loss = loss_of(model, inputs, targets, options)
         (loss / options.accumulate).backward()
@@ -164,7 +164,7 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, options: Namespac
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: list[tuple[Tensor, Tensor]], options: Namespace) -> float:
-    """The mean loss of all ranks on batches that the model isn't trained on."""
+    """Return the mean loss over all ranks, on batches that the model isn't trained on."""
     device, losses = next(model.parameters()).device, []
     with loss_parallel() if options.tp > 1 else nullcontext():
         for inputs, targets in data:
@@ -176,18 +176,18 @@ def evaluate(model: nn.Module, data: list[tuple[Tensor, Tensor]], options: Names
 def train_step(
     model: nn.Module, optimizer: torch.optim.AdamW, batch: tuple[Tensor, ...], options: Namespace
 ) -> tuple[Tensor, Tensor]:
-    """The mean loss of this rank's samples, and the norm of the whole gradient."""
+    """Train a step; return the mean loss of this rank's samples, and the full gradient's norm."""
     losses: list[Tensor] = []
     for inputs, targets in zip(*(part.chunk(options.accumulate) for part in batch), strict=True):
         is_last = len(losses) == options.accumulate - 1
-        # FSDP2 shards gradients each time, and adds up the replicas' at the end.
+        # FSDP2 reduce-scatters each micro-batch's gradients, but all-reduces replicas only once.
         if isinstance(model, FSDPModule):
             model.set_requires_all_reduce(is_last)
         waits = isinstance(model, DistributedDataParallel) and not is_last
         with model.no_sync() if waits else nullcontext():
             losses.append(backward(model, inputs, targets, options))
     norm = whole(nn.utils.clip_grad_norm_(model.parameters(), 1.0))  # the same on every rank
-    # Where it is 1, a fused optimizer changes nothing (GradScaler's way), and the host never waits.
+    # If it's 1, a fused optimizer changes nothing, as with GradScaler; the host doesn't wait.
     optimizer.found_inf = (~norm.isfinite()).float()
     optimizer.step()
     optimizer.zero_grad()
@@ -201,18 +201,18 @@ def train(options: Namespace, sizes: TransformerSizes, mesh: DeviceMesh, device:
     begin = checkpoints.load(model, optimizer)
     if RANK == 0:
         print(facts(mesh, sizes, options.batch), flush=True)
-    # Ranks of tp compute on the same samples. The seed decides on all batches, after a restart too.
+    # The ranks of a tp group share samples. The seed determines all batches, even after a restart.
     place = {"rank": RANK // options.tp, "world_size": RANKS // options.tp}
     data = batches(letters(train=True), options.batch, sizes.sequence, skip=begin, **place)
-    microbatch = options.batch // options.accumulate
-    held_out = batches(letters(train=False), microbatch, sizes.sequence, **place)
+    micro_batch = options.batch // options.accumulate
+    held_out = batches(letters(train=False), micro_batch, sizes.sequence, **place)
     held_out = list(islice(held_out, 4))
     began_s, shown = time.perf_counter(), begin
     skipped, in_a_row = torch.zeros((2, 1), device=device)
     for step, batch in enumerate(islice(data, max(0, options.steps - begin)), begin + 1):
-        if device != "cpu":  # pinned: the host goes on before the GPU has taken them
+        if device != "cpu":  # pinned, so the host doesn't wait for the copy
             batch = tuple(part.pin_memory().to(device, non_blocking=True) for part in batch)
-        for group in optimizer.param_groups:  # warming up, then half a cosine
+        for group in optimizer.param_groups:  # warm-up, then half a cosine
             cosine = 0.5 + 0.5 * math.cos(math.pi * (step - 1) / options.steps)
             group["lr"] = options.learning_rate * min(step / options.warm_up, cosine)
         loss, norm = train_step(model, optimizer, batch, options)

@@ -17,7 +17,7 @@ _OF_NONE = (
 # Patterns in errors, each with advice; the first match counts.
 _HINTS = (
     (r"^NameError", "Compare the spelling with the definition; then run the cells above again."),
-    (r"^RecursionError", "A function that calls itself needs a case in which it doesn't."),
+    (r"^RecursionError", "A recursive function needs a case in which it doesn't call itself."),
     (r"positional argument|unexpected keyword|multiple values for argument", _ARGUMENTS),
     (r"NoneType", _OF_NONE),
     (
@@ -74,7 +74,7 @@ def own_line(error: BaseException) -> str:
 
 
 def own_line_in(message: str) -> str:
-    """Do what ``own_line`` does, but for a traceback in a message."""
+    """Return what ``own_line`` does, but for a traceback in a message."""
     frames = re.findall(r'^\s*(?:File ")?(.+?)"?, line (\d+), in .*\n\s*(.*)$', message, re.M)
     own = [frame for frame in frames if is_learners(frame[0])]
     return f"in line {own[-1][1]} of your cell: {own[-1][2]}" if own else ""

@@ -1,4 +1,4 @@
-"""How an exercise is checked: from the learner's answer to an Outcome.
+"""Check an exercise: turn the learner's answer into an Outcome.
 
 A lesson's checks are in ``lessons/lesson_NN.py``. Each is a function of the answer that raises
 Wrong if the answer isn't right. Otherwise, it returns what the answer achieved, as names and values

@@ -163,7 +163,7 @@ class Comparison:
         if value is None:
             return
         record = {"guess": self.yours, "outcome": self._came_out, "right": self.agrees}
-        # A folder that can't be written to is reported, as ``check`` does.
+        # If the folder can't be written to, say so, as ``check`` does.
         try:
             folder().mkdir(parents=True, exist_ok=True)
             path = folder() / f"{self.id}{GUESS_SUFFIX}"
@@ -252,7 +252,7 @@ def agree(value: Any, outcome: Any, within: float = 0.0) -> bool:
 
 
 def _in_jupyter() -> bool:
-    """Return whether there's somebody who can answer.
+    """Return whether there's anyone who can answer.
 
     Jupyter's server sets this variable; nbclient and nbmake don't.
     """

@@ -91,7 +91,7 @@ def search(
 ) -> list[Claim]:
     """Return the claims with all of ``words``, this verdict, and this lesson.
 
-    ``words`` match in any order and case, also inside longer words, in a claim's id, its sentence,
+    ``words`` match in any order and case, even inside longer words, in a claim's id, its sentence,
     what holds, and why it's believed. ``ANY`` disables a filter.
     """
     wanted = words.lower().split()

@@ -48,7 +48,7 @@ def server_table(server: Server, context: int) -> Table:
 
 
 def show_server(model: str, gpus: int, numbers: str, context: int) -> None:
-    """Draw tokens/s against time per token, or say that it doesn't fit; then show a table."""
+    """Draw tokens/s against time per token, or say that nothing fits; then show a table."""
     server = server_of(model, gpus, numbers)
     if points := batches_of(server, context):
         plots.latency_and_throughput(

@@ -20,7 +20,7 @@ GPUS_PER_HOST = 8
 
 _BYTES = {"parameters": 2, "gradients": 2, "optimizer state": 12}
 
-# What each way of sharding shards, by its name.
+# The causes that each way shards.
 _CUT: dict[str, tuple[str, ...]] = {
     "nothing (DDP)": (),
     "optimizer state (ZeRO-1)": ("optimizer state",),
@@ -52,10 +52,10 @@ class Answer:
 def answer(sizes: TransformerSizes, gpus: int, way: str) -> Answer:
     """Return the bytes that a GPU holds and sends if this transformer is sharded this ``way``.
 
-    The ``gpus`` GPUs are in hosts of 8. Full blocks are gathered, the next one while one computes.
-    The bytes sent are those of ring collectives: groups of up to 8 stay inside a host; a larger
-    ring leaves each host once. Raises ValueError for an unknown way, or for more than 8 GPUs that
-    don't fill hosts.
+    The ``gpus`` GPUs are in hosts of 8. Blocks are gathered in full, each while the previous one
+    computes. The bytes sent are those of ring collectives: groups of up to 8 stay inside a host; a
+    larger ring leaves each host once. Raises ValueError for an unknown way, or for more than 8 GPUs
+    that don't fill hosts.
     """
     if way not in _CUT:
         raise ValueError(f"unknown way {way!r} to shard; the choices are {', '.join(WAYS)}")

@@ -136,7 +136,7 @@ def largest_batch(answer: Callable[[Callable[[int], int], int], int]) -> dict[st
                 raise Wrong(
                     yours=f"peak({batch_size:,})",
                     expected=f"at most {MOST_SAMPLES:,} samples, as the task says",
-                    hint="The two points on a line don't have to be far apart.",
+                    hint="Two points determine a line even if they're close together.",
                 )
             return step(batch_size)
 

@@ -130,7 +130,7 @@ def average_of_weights(answer: Callable[[nn.Module, nn.Module, float], Any]) -> 
                 )
             for name, tensor in model.state_dict().items():
                 expect_equal(tensor.cpu(), trained[name], hint="The model itself must not change.")
-    return {"average": f"right after {step} steps, in {len(places)} tensors"}
+    return {"average": f"correct after {step} steps, in {len(places)} tensors"}
 
 
 def _mixed(name: str) -> str:
