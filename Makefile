@@ -13,7 +13,7 @@ help:
 	@echo "make test     set up, then run the tests and every lesson (ARGS=\"tests/vgpu/launch -k hang\")"
 # Editions have only the lessons.
 ifneq ($(wildcard teaching),)
-	@echo "make test-all   the same, with every sample of every test suite"
+	@echo "make test-all   the same, with every case in every suite"
 	@echo "make test-browser   open and run every lesson in JupyterLab, in Chromium"
 	@echo "make test-gpu       compare virtual GPUs with real ones, and run ranks and lessons on them"
 	@echo "make test-foreign   run third-party programs and suites (ARGS=\"accelerate\"), if installed"
@@ -45,7 +45,7 @@ lab: venv
 wheels: EXTRA := --save-wheels "$(or $(OUT),build/wheels)"
 wheels: venv
 
-# Two tests run at a time, each with one thread, so that both get a core.
+# Two tests run at a time, each with one thread, so each gets a core.
 test: export OMP_NUM_THREADS := 1
 # Hundreds of processes import the course. Cache its bytecode even if a container image disables that.
 test: export PYTHONDONTWRITEBYTECODE :=

@@ -94,7 +94,7 @@ def make(venv, torch, options):
         return
     say(f"installing all packages into {venv.name} in this folder")
     if not runs or found.splitlines()[:2] != wanted.splitlines()[:2]:
-        # If this runs inside the environment that will be emptied, its base Python continues.
+        # If this runs inside the environment that will be emptied, its base Python takes over.
         python = getattr(sys, "_base_executable", sys.executable)
         for step in (["venv", "--clear", "--without-pip", venv], ["ensurepip"]):
             if subprocess.run([python, "-I", "-m", *step], stdout=subprocess.DEVNULL).returncode:
@@ -124,8 +124,8 @@ def install(venv, torch, options):
 
 def give_up(venv):
     sys.exit(
-        f"setup: installing failed, see above; check the network (WHEELS: if they're for {MACHINE}) "
-        f"and the disk ({shutil.disk_usage(venv).free // 10**9} GB are free, 3 to 10 needed)"
+        f"setup: installing failed, see above. Check the network (or that the wheels are for {MACHINE}) "
+        f"and the disk ({shutil.disk_usage(venv).free // 10**9} GB are free; 3 to 10 are needed)"
     )
 
 

@@ -109,9 +109,9 @@ def main(path: Path = ROWS) -> str:
 
 
 _WHY = (
-    "The errors aren't noise. Within each group, a time per layer and a constant, both for a micro-batch and for "
-    "the update, reproduce the rows without a pipeline to 0.9% on average in the worst group and to 0.2% in "
-    "half of the groups. So all rows of a group have the same error.\n\n"
+    "The errors aren't noise. Within each group, a time per layer and a constant, both for a micro-batch "
+    "and for the update, reproduce the rows without a pipeline to within 0.9% on average in the worst "
+    "group and 0.2% in half of the groups. So all rows of a group have the same error.\n\n"
     "Without tensor parallelism, a layer's time is right, and the last matmul is too fast in the model: "
     "1,024 tokens take 4.0 ms more at width 2048 than at 1024, which is 80 TFLOP/s for matmuls with 51,200 "
     "columns. With half as many columns (TP 2), they take no longer than predicted. This is unexplained, and "

@@ -83,7 +83,7 @@ def count_nodes(result: torch.Tensor) -> int:
 
 def _walk(start: Any) -> tuple[list[Any], list[tuple[int, int]]]:
     """Return every function reachable from ``start``, once each, and the edges between them."""
-    # Functions are kept in a list, because a freed wrapper's id is reused. There's no recursion,
+    # Functions are kept in a list, because a freed wrapper's id can be reused. There's no recursion,
     # because summed losses make chains far longer than Python's recursion limit.
     functions = [start] if start is not None else []
     known = {start: 0}

@@ -97,7 +97,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def refuse(message: object) -> NoReturn:
-    """Exit with a sentence on stderr, once per host."""
+    """Print a sentence to stderr, once per host, and exit."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(f"train.py: {message}", file=sys.stderr)
     sys.exit(2)

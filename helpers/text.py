@@ -36,7 +36,10 @@ def encode(text: str) -> torch.Tensor:
 
 
 def decode(tokens: torch.Tensor) -> str:
-    """Return the text of (N,) integers. Raises ValueError for other shapes, dtypes, or numbers out of range."""
+    """Return the text for (N,) tokens.
+
+    Raises ValueError for other shapes or dtypes, and for numbers out of range.
+    """
     if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex():
         raise ValueError(
             f"decode takes integers of shape (N,); got {tokens.dtype} of shape "
@@ -145,7 +148,7 @@ def sample(
     """Continue the prompt with ``count`` characters sampled from the model one at a time.
 
     ``model`` maps (1, S) integers to (1, S, 96) logits, and sees the last ``window`` characters. A
-    low temperature favors likely characters. Sampling is on the CPU, so it depends only on the seed and the
+    low temperature favors likely characters. Sampling runs on the CPU, so it depends only on the seed and the
     logits. Every character takes a forward pass: with a sharded model, all ranks must sample. Raises
     ValueError for an empty prompt, or a temperature that isn't positive.
     """

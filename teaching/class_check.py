@@ -4,8 +4,8 @@
 
 ``handed_in`` has one folder per learner, with the notebooks anywhere inside it. Each learner's
 lesson is judged in its own process, under time and memory limits, which also cover the processes
-that it starts. These are limits, not a sandbox: an answer can read files and use the network as you
-can, and forge its own verdict; docs/teaching.md says what to do about it.
+that it starts. These are limits, not a sandbox: an answer can read files and use the network just
+as you can, and it can forge its own verdict; docs/teaching.md says what to do about it.
 """
 
 import argparse
@@ -84,8 +84,8 @@ def judge(
 def check_class(folder: Path, limits: Limits, jobs: int = 1) -> list[Verdict]:
     """Return the verdicts on everything that a class handed in, learner by learner.
 
-    A learner without any lesson has one verdict, without an exercise. After Ctrl-C, the remaining
-    exercises are "not judged". Raises ValueError if nobody in the folder handed in a lesson.
+    A learner who handed in no lesson gets one verdict, without an exercise. After Ctrl-C, the
+    remaining exercises are "not judged". Raises ValueError if nobody handed in a lesson.
     """
     learners = handed_in(folder)
     stop = threading.Event()

@@ -71,7 +71,7 @@ def judged(tasks: Sequence[Task], limits: Limits, stop: threading.Event) -> Iter
         if task not in left:
             earlier = []  # an earlier answer ended the process when it was rerun
         elif verdict.status == "error" and earlier and not alone:
-            alone = True  # an earlier answer may have caused the end: try again without them
+            alone = True  # an earlier answer may have ended it: try again without earlier ones
         else:
             left.remove(task)
             alone = False

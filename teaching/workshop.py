@@ -59,7 +59,7 @@ def timetable(half: str, numbers: Sequence[str], minutes: int) -> list[tuple[int
     """Return rows of (start minute, duration, what) that fill ``minutes``.
 
     The remaining time is divided among the lessons in proportion to their cores, rounded to five
-    minutes; the last one takes what rounding leaves. A break comes before each of the last two.
+    minutes; the last one takes the remainder. A break comes before each of the last two.
     """
     taken = FIRST[half][1] + LAST[1] + 15 + 10
     left, core = minutes - taken, cores(numbers)

@@ -52,7 +52,7 @@ class Wrong(Exception):
 
 
 class _Raised(Exception):
-    """An answer that raised an error, which is the ``__cause__``: the input, and a hint."""
+    """An answer raised an error, which is the ``__cause__``; this has the input and a hint."""
 
     def __init__(self, given: str, hint: str) -> None:
         super().__init__(hint)
@@ -127,7 +127,7 @@ class Outcome:
 def exercise(
     exercise_id: str, title: str, *, callable_answer: bool = True
 ) -> Callable[[Checker], Checker]:
-    """Register a check. With ``callable_answer``, anything but a function or class is wrong."""
+    """Register a check. With ``callable_answer``, only a function or class can be right."""
 
     def register(checker: Checker) -> Checker:
         _exercises[exercise_id] = Exercise(exercise_id, title, checker, callable_answer)

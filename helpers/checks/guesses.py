@@ -1,8 +1,8 @@
-"""Predictions: ``guess("4a")`` asks for one, and ``.compare(outcome)`` shows it and the outcome.
+"""Predictions: ``guess("4a")`` asks for one; ``.compare(outcome)`` shows it next to the outcome.
 
-In JupyterLab, the learner guesses with a button or a text field, or skips the guess. Its
-explanation, which is folded in ``<details class="why-4a">``, then opens. Nothing waits for a guess:
-all cells in a lesson can be run at once, and without a front end, only the outcome is shown.
+In JupyterLab, the learner guesses with a button or a text field, or skips the guess. Then the
+explanation, folded in ``<details class="why-4a">``, opens. Nothing waits for a guess: all cells in
+a lesson can be run at once, and without a front end, only the outcome is shown.
 
 Each guess is recorded in a small file, next to those for solved exercises, so that lesson 00 can
 count them.

@@ -42,7 +42,7 @@ class Claim:
     """One claim in the ledger, and its verdict.
 
     ``holds`` is what holds instead, the answer to a question, or the limits of a true claim;
-    ``believed`` is why people say it. ``proof`` is None while the claim is pending.
+    ``believed`` is why people believe it. ``proof`` is None while the claim is pending.
     """
 
     id: str

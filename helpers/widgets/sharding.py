@@ -45,7 +45,7 @@ class Answer:
 
     @property
     def at_rest_bytes(self) -> int:
-        """The bytes between steps, without the blocks that are gathered while they compute."""
+        """The bytes held between steps, when no blocks are gathered."""
         return sum(size for cause, size in self.held.items() if cause != "gathered")
 
 

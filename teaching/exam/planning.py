@@ -61,7 +61,7 @@ def _judge_step(parts: list[list[int]], expected: list[int], given: str) -> None
             yours=f"batches of {sizes}",
             expected="sizes that differ by at most one",
             given=given,
-            hint="Spread the last few across all ranks.",
+            hint="Spread the last few samples across all ranks.",
         )
 
 

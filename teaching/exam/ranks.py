@@ -23,7 +23,7 @@ def largest_of_all(answer: Callable[[torch.Tensor, int], torch.Tensor]) -> dict[
         for rank, ((yours, place), calls) in enumerate(results):
             hint = "All ranks return the k largest of all scores, in descending order."
             if isinstance(yours, torch.Tensor) and (yours == 0).any():
-                hint = "All scores may be below zero: the placeholder for a missing one must lose."
+                hint = "All scores may be negative, so the placeholder for a missing one must lose."
             where = f"{given}; on rank {rank}"
             expect_equal(yours, expected, given=where, hint=hint)
             _on_its_gpu(place, where)

@@ -126,7 +126,7 @@ def _html(part: dict[str, Any], pictures: Path) -> str:
         name = hashlib.sha256(picture).hexdigest()[:16] + ".png"
         pictures.mkdir(parents=True, exist_ok=True)
         (pictures / name).write_bytes(picture)
-        # With its size, space is reserved before the picture loads. It's in a PNG's bytes 16 to 23.
+        # The size, in bytes 16 to 23 of a PNG, reserves space before the picture has loaded.
         width, height = (int.from_bytes(picture[at : at + 4], "big") for at in (16, 20))
         return f'src="_static/explorers/{name}" width="{width}" height="{height}"'
 
