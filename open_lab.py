@@ -1,4 +1,4 @@
-"""Open JupyterLab at lesson 00, also over SSH, in a container, in a codespace and as root.
+"""Open JupyterLab at lesson 00, even over SSH, in a container, in a codespace or as root.
 
 ``make lab ARGS="--port 9999"`` runs it; without make: ``.venv/bin/python open_lab.py --port 9999``.
 Options are passed to JupyterLab and override the settings here.
@@ -14,7 +14,7 @@ from traitlets.config import Config
 
 def main():
     root = Path(__file__).resolve().parent
-    # JupyterLab renders whole lessons, so that links find their heading, and doesn't check for
+    # JupyterLab renders whole lessons, so links find their heading, and doesn't check for
     # news.
     os.environ.setdefault("JUPYTER_CONFIG_PATH", str(root / ".jupyter"))
     config = Config()

@@ -8,7 +8,7 @@ in torchtitan. Selective recomputation keeps attention's outputs and every secon
 recomputation keeps only the block's input.
 
 One figure is fitted, to the first row: the efficiency of arithmetic on the average GPU, as a fraction of the
-H100's peak. How much GPUs differ is taken from a measurement elsewhere (SPREAD). All other figures come from
+H100's peak. How much GPUs vary is taken from a measurement elsewhere (SPREAD). All other figures come from
 datasheets or are CostModel's defaults. float8 isn't predicted here (see published_methods.py). Llama 405B in a
 pipeline was published only with float8, so two of its schedules are compared with each other. Two
 rows were also published with asynchronous tensor parallelism, and are replayed with it. Two things aren't

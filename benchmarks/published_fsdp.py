@@ -11,10 +11,10 @@ in the same folder uses the CUDA version of that time for some models). Rows in 
 H100s isn't stated, so we assume 400 Gb/s per GPU; A100s had 1,600 Gb/s of RoCE per host.
 
 IBM used 128 A100s with 80 GB and 400 Gb/s per host, sequence length 4096, batch 2, torch.compile and bfloat16
-reduction. Its rotary embeddings use real numbers, which can be fused; those here are complex and can't.
+reduction. Its rotary embeddings use real numbers, which can be fused; ours are complex and can't be.
 
-One figure is fitted in each table, to the row named there: the efficiency of arithmetic. How much GPUs differ
-was measured elsewhere (SPREAD). NCCL's kernels take two multiprocessors per network adapter of the host from
+One figure is fitted in each table, to the row named there: the efficiency of arithmetic. How much GPUs
+vary was measured elsewhere (SPREAD). NCCL's kernels take two multiprocessors per network adapter of the host from
 the kernels that they run alongside (CostModel.collective_processors has the source).
 """
 

@@ -10,11 +10,11 @@ of the eight ranks; DeepEP sends a token once to each rank that has any of its e
 Transformer Engine's, which is cuDNN's on an H100 and about as fast as FlashAttention-3 (vgpu/time/attention.py).
 
 The one fitted figure is that of ``published.py``, from a row in bfloat16. Steps are extrapolated from four
-and five layers. Left out are FSDP2's float8 all-gathers, and asynchronous float8 gathers that torch.compile
+and five layers. We leave out FSDP2's float8 all-gathers, and asynchronous float8 gathers that torch.compile
 overlaps with matmuls. For Qwen3, we also leave out the norms of queries and keys, and the kernels of
-Transformer Engine and DeepEP; elementwise operations are fused here instead. Its experts aren't
-shared by ranks, so there they are bfloat16 and not sharded; here, they are cast from float32 for each
-forward and backward.
+Transformer Engine and DeepEP; elementwise operations are fused here instead. No two ranks share an
+expert, so NeMo AutoModel keeps experts in bfloat16, unsharded; here, they are cast from float32 for
+each forward and backward.
 """
 
 from collections import defaultdict
@@ -49,7 +49,7 @@ _SHORT, _TWICE, _FOUR_TIMES, _EIGHT_TIMES = (
 _LARGE = 76, 47, 31, 16  # 405B in table 6, by the same lengths, with tp 8 and pp 8
 _WHY = (
     "The predicted gain of asynchronous tensor parallelism with float8 is too small, since only reduce-scatters are split "
-    "into pieces here, and gathers aren't.\n\n"
+    "into pieces here, not gathers.\n\n"
     "The two longest sequences are unexplained: no model in which attention's work grows with the length could "
     "match both them and the other two. If the seconds per token kept growing beyond 65,536 tokens as they do up "
     f"to there, the speed would be {_on_a_line(_SHORT, _TWICE, 4):,.0f} tokens/s at 131,072 and "
@@ -58,7 +58,7 @@ _WHY = (
     f"GPUs of the same kind reaches {_LARGE[2]} and {_LARGE[3]} tokens/s at these lengths, where its first two "
     f"figures, {_LARGE[0]} and {_LARGE[1]}, would give {_on_a_line(*_LARGE[:2], 4):.0f} and "
     f"{_on_a_line(*_LARGE[:2], 8):.0f}. The prediction follows torchtitan's default at 9dec370, the commit that "
-    "file names (keys and values are gathered, and each rank has a chunk from the start and one from the end); "
+    "is named in that file (keys and values are gathered, and each rank has a chunk from the start and one from the end); "
     "whether the published runs did the same isn't stated. Without such balancing, the last of 4 or 8 ranks takes "
     "1.75 or 1.88 times the mean, which is about what attention took in these two rows; but the last of 2 takes "
     "1.5 times, and attention took 1.2 times in that row. In the two shorter rows, a fifth to a third of "

@@ -1,6 +1,6 @@
 """Predict Megatron-LM on one host of eight A100s: small layers, whose kernels wait for the host.
 
-The source is VIA-Research/vTrain, its table of single-node measurements (every second row is in
+The source is the table of single-node measurements in VIA-Research/vTrain (every second row is in
 ``rows/vtrain_one_host.csv``): 8 A100s with 80 GB and NVSwitch, float16, vocabulary 51,200, a feed-forward layer
 with four times the width, full recomputation. ``python -m benchmarks.published_one_host FILE.csv`` runs on another
 file in that format.

@@ -75,7 +75,7 @@ class Checkpoints:
                 with open(path, "r+b"):
                     pass
             except OSError as error:
-                problem = f"rank {dist.get_rank()} cannot write what rank 0 wrote into "
+                problem = f"rank {dist.get_rank()} cannot write to the file that rank 0 created in "
                 problem += f"{self.folder}: {error}. Choose a folder that all hosts share"
             problems: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(problems, problem)

@@ -1,4 +1,4 @@
-"""Expected errors and warnings: required, caught, and shown in shortened form."""
+"""Require expected errors and warnings, catch them, and show them in shortened form."""
 
 import textwrap
 import warnings

@@ -38,7 +38,7 @@ PEAK_TFLOPS = {
 
 
 def speed(tokens_per_s: float, sizes: TransformerSizes, device: str) -> str:
-    """Format tokens/s of all ranks; on a GPU, also its peak memory, and on a real one, its MFU."""
+    """Format all ranks' tokens/s, with peak memory on a GPU, and MFU on a real one."""
     text = f"{tokens_per_s:,.0f} tokens/s"
     if device != "cpu":
         text += f", {torch.accelerator.max_memory_allocated() / 2**20:,.0f} MiB at the peak"
@@ -88,7 +88,7 @@ def join() -> str:
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """AdamW's parameter groups: weight decay of 0.1 for matrices, none for the norms' weights."""
+    """Return AdamW's parameter groups: matrices have weight decay, the norms' weights don't."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
@@ -104,7 +104,7 @@ def refuse(message: object) -> NoReturn:
 
 
 def facts(mesh: DeviceMesh, sizes: TransformerSizes, batch: int) -> str:
-    """Return one line that says what is trained, and on what."""
+    """Return a line that describes the model, the batch and the devices."""
     named = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     layout = ", ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "1 rank"
     kind = mesh.device_type

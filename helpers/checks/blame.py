@@ -40,7 +40,7 @@ _COURSE = (_PACKAGE, _PACKAGE.parent / "teaching")
 
 @cache
 def is_learners(filename: str) -> bool:
-    """Return whether a frame's file is the learner's: neither a library's nor this course's."""
+    """Return whether a frame's file belongs to the learner, not to a library or this course."""
     if is_library(filename):
         return False
     path = Path(filename).resolve()

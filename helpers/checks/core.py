@@ -52,7 +52,7 @@ class Wrong(Exception):
 
 
 class _Raised(Exception):
-    """An answer raised an error, which is the ``__cause__``; this has the input and a hint."""
+    """Raised from an answer's error, with the input that caused it and a hint."""
 
     def __init__(self, given: str, hint: str) -> None:
         super().__init__(hint)

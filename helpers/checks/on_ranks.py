@@ -23,7 +23,7 @@ Right answers come close to it only on a busy machine.
 """
 
 GPU = "V100"
-"""Each rank's kind of virtual GPU, if there aren't enough real GPUs."""
+"""The model of each rank's virtual GPU, if there aren't enough real GPUs."""
 
 _TRY_IT = (
     "Call it through launch.run in a cell of your own, where you can print intermediate values."

@@ -1,6 +1,6 @@
 """The learner's progress: the exercises solved.
 
-There's one small file per exercise, so that two open notebooks can't overwrite each other's
+There's one small file per exercise, so two open notebooks can't overwrite each other's
 progress. All files stay on this computer, in the user's data folder or, if it's set, in
 COURSE_PROGRESS_DIR.
 """

@@ -41,8 +41,8 @@ class _Witness(torch.autograd.Function):
 class Watched(nn.Module):
     """A small classifier that records its mode and its graphs on every forward.
 
-    ``modes`` gets its training mode, ``recorded`` whether the result has a graph, and
-    ``live_graphs`` how many earlier graphs are still alive.
+    Each forward appends the training mode to ``modes``, whether the result has a graph to
+    ``recorded``, and the number of earlier graphs still alive to ``live_graphs``.
     """
 
     def __init__(self, dropout: float) -> None:

@@ -13,7 +13,7 @@ Controls = Mapping[str, ipywidgets.Widget]
 Few = Mapping[str, Sequence[Any]]
 
 explorers: dict[str, tuple[Function, Controls, Few]] = {}
-"""By the id of an explorer's output; the site computes its answers (``teaching/answers.py``)."""
+"""Explorers by their output's id; the site computes their answers (``teaching/answers.py``)."""
 
 
 def live(function: Function, controls: Controls, few: Few | None = None) -> ipywidgets.Output:

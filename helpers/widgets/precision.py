@@ -20,7 +20,7 @@ TOKENS, WIDTH = 256, 512
 
 @dataclass(frozen=True)
 class Answer:
-    """Values that aren't outliers: scaled, their relative error, and the share that becomes 0."""
+    """The scaled values without outliers, their relative error, and the share that becomes 0."""
 
     scaled: torch.Tensor
     error: float

@@ -379,7 +379,7 @@ def test_the_script_refuses_a_folder_that_ranks_do_not_share(tmp_path, capfd):
     with pytest.raises(launch.LaunchError):
         launch.run(on_its_own_disk, 2, str(tmp_path), gpu="V100")
     found = capfd.readouterr()
-    assert f"rank 1 cannot write what rank 0 wrote into {tmp_path}: " in found.err
+    assert f"rank 1 cannot write to the file that rank 0 created in {tmp_path}: " in found.err
     assert "step" not in found.out and not list(tmp_path.iterdir())
 
 
