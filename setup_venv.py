@@ -168,7 +168,7 @@ def builds_match(venv):
 
 
 def without_choosing_settings(venv):
-    """Return the environment and pip settings without those in CHOOSING, and those as text."""
+    """Return the environment and pip settings without those in CHOOSING; list the latter as text."""
     command = [python_of(venv), "-I", "-m", "pip", "config", "list"]
     variables, left_out = {**os.environ, "PIP_CONFIG_FILE": os.devnull}, []
     listed = subprocess.check_output(command, text=True)

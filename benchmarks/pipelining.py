@@ -2,9 +2,10 @@
 
 Each process has one thread. "In turn" means that one micro-batch at a time goes through both stages,
 forward and backward, before the next begins: it's the same schedule class with a single micro-batch,
-so only the overlap differs. Every repeat runs all ways one after the other, so that load from other
-programs affects all of them, and also measures the machine: how much faster two processes that only
-compute are at the same time than one after the other. ``python -m benchmarks pipelining`` writes the result to RESULTS.md.
+so only the overlap differs. Every repeat runs all ways one after the other, so load from other
+programs affects all of them. It also measures the machine: how much faster two processes that only
+compute are in parallel than one after the other. ``python -m benchmarks pipelining`` writes the
+result to RESULTS.md.
 """
 
 import os
@@ -44,7 +45,7 @@ def compute(stage: nn.Module, parts: tuple[torch.Tensor, ...]) -> None:
 
 
 def cores_s(rank: int, stage: nn.Module, parts: tuple[torch.Tensor, ...]) -> tuple[float, float]:
-    """Return the seconds that the two ranks compute one after the other, and at the same time."""
+    """Return the seconds that the two ranks take one after the other, and at the same time."""
     marks_s = []
     for turns in ((0, 1), (None,)):
         dist.barrier()

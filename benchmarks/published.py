@@ -41,7 +41,7 @@ class Row(NamedTuple):
     gpus: int
     tensor_parallel: int
     batch: int  # per tensor-parallel group
-    checkpoints: str  # "selective" or "full"
+    recompute: str  # "selective" or "full"
     compiled: bool
     tokens_per_s: float  # per GPU
     reserved_gib: float | None = None
@@ -50,13 +50,13 @@ class Row(NamedTuple):
     @property
     def plan(self) -> Plan:
         layout = Layout(dp_shard=self.gpus // self.tensor_parallel, tp=self.tensor_parallel)
-        return Plan(LLAMA[self.model], layout, self.batch, SEQUENCE, self.checkpoints, gpu=GPU)
+        return Plan(LLAMA[self.model], layout, self.batch, SEQUENCE, self.recompute, gpu=GPU)
 
     @property
     def layout(self) -> str:
         shards = f"FSDP {self.gpus // self.tensor_parallel}"
         tensor = f" × TP {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
-        return f"{shards}{tensor}, {self.batch}, {self.checkpoints}"
+        return f"{shards}{tensor}, {self.batch}, {self.recompute}"
 
     @property
     def flop_per_token(self) -> float:
@@ -133,7 +133,7 @@ _PIECES = (
 _POWER = (
     "The likely reason is power, although no published clock rate proves it: these GPUs were limited to "
     "500 W of their 700 W (torchtitan says so, and that a higher limit could make them faster), and the "
-    "larger the matmuls' part of a step, the lower the clock. A model of that would need the measured power of "
+    "larger the matmuls' part of a step, the lower the clock. Modeling that would take the measured power of "
     "every kernel; here there is one clock, set by the first row. Two more effects that could cost some "
     "of the gain are left out: copies take memory bandwidth from the matmuls that run at the same time, "
     "and ranks wait for each other between pieces."

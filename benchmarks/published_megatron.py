@@ -62,8 +62,8 @@ _SMALL = (
 def fitted_to_both() -> Shares:
     """Return the efficiencies at which the predictions match the first and the last row.
 
-    The higher memory's efficiency, the lower the arithmetic efficiency that matches the first row, and
-    the slower the last one.
+    The higher memory's efficiency is, the lower the arithmetic efficiency that matches the first row,
+    and the slower the last row's prediction.
     """
 
     def at(memory: float) -> Shares:

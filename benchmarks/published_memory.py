@@ -74,7 +74,7 @@ PUBLISHED_GB = (120.0, 31.4, 16.6, 1.9)
 
 
 class Sum(nn.Module):
-    """The sum of 60 linear layers of the same input, with 7.5 billion parameters."""
+    """The sum of 60 linear layers with the same input, with 7.5 billion parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def main() -> str:
     lines = [
         "## Published bytes, counted",
         "",
-        "The first table has the first stage's activations in GiB (Korthikanti et al., 2022), without "
+        "The first table gives the first stage's activations in GiB (Korthikanti et al., 2022), without "
         "recomputation, and with sequence parallelism and selective recomputation. Nothing is fitted.",
         "",
         "| parameters, 10⁹ | kept, published | counted | error | selective, published | counted | "
@@ -165,8 +165,8 @@ def main() -> str:
         lines.append(f"| {row.name} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        "The second table has the GB that 7.5 billion parameters take on each of 64 GPUs (ZeRO, Rajbhandari "
-        "et al., 2020).",
+        "The second table gives the GB that 7.5 billion parameters take on each of 64 GPUs (ZeRO, "
+        "Rajbhandari et al., 2020).",
         "",
         "| sharded | published | counted |",
         "|---|---|---|",

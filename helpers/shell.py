@@ -55,7 +55,7 @@ def run_lines(
                 started.append(_start(shell, line, folder, environment))
             return [_finish(*pair, end_s) for pair in zip(lines, started, strict=True)]
         except subprocess.TimeoutExpired as expired:
-            expired.timeout = timeout_s  # instead of the part that was left for this line
+            expired.timeout = timeout_s  # instead of what was left for this line
             raise
         finally:
             for process in started:

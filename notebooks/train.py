@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def mesh_dimensions(options: Namespace, sizes: TransformerSizes) -> dict[str, int]:
-    """Return each dimension's size, with the innermost last; refuse sizes that don't divide."""
+    """Return the dimensions' sizes, innermost last; refuse counts that don't divide evenly."""
     try:
         sizes.check()
     except ValueError as error:
@@ -112,7 +112,7 @@ def mesh_dimensions(options: Namespace, sizes: TransformerSizes) -> dict[str, in
 
 
 def divide(model: Transformer, mesh: DeviceMesh, options: Namespace) -> None:
-    """Split the model over the mesh, still on the meta device, in the order that composes."""
+    """Parallelize the model over the mesh, on the meta device; the order of the steps matters."""
     if mesh["tp"].size() > 1:
         parallelize_module(model, mesh["tp"], TENSOR_PLAN)
     for block in model.blocks:
@@ -180,7 +180,7 @@ def train_step(
     losses: list[Tensor] = []
     for inputs, targets in zip(*(part.chunk(options.accumulate) for part in batch), strict=True):
         is_last = len(losses) == options.accumulate - 1
-        # FSDP2 reduce-scatters each micro-batch's gradients, but all-reduces replicas only once.
+        # FSDP2 reduce-scatters each micro-batch's gradients; replicas all-reduce only in the last.
         if isinstance(model, FSDPModule):
             model.set_requires_all_reduce(is_last)
         waits = isinstance(model, DistributedDataParallel) and not is_last

@@ -71,7 +71,7 @@ class Exercise:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The verdict on one answer; texts that don't apply are empty."""
+    """The verdict on one answer; unused fields are empty."""
 
     exercise: str
     title: str

@@ -53,7 +53,7 @@ def told_apart(yours: Any, expected: Any) -> tuple[str, str]:
 
 
 def difference(yours: Any, expected: Any) -> str:
-    """Say how much two values differ, and where most; "" if their descriptions already say so."""
+    """Say how much and where two values differ most; "" if their descriptions already say so."""
     if isinstance(yours, torch.Tensor) and isinstance(expected, torch.Tensor):
         return _tensors_differ(yours, expected)
     if _are_numbers(yours, expected):

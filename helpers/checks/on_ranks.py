@@ -19,7 +19,7 @@ from vgpu.profiling import (
 TIMEOUT_S = 30.0
 """The time limit once all ranks have joined the process group.
 
-Right answers come close to it only on a busy machine.
+Correct answers come close to it only on a busy machine.
 """
 
 GPU = "V100"

@@ -124,7 +124,7 @@ def count_sent(parallel: DistributedDataParallel) -> list[int]:
 
 
 def expect_one_micro_batch(largest: int, most: int, graphs_held: int, given: str) -> None:
-    """Raise Wrong for a forward on more samples than a micro-batch, or for graphs kept alive."""
+    """Raise Wrong if a forward had more samples than a micro-batch, or if graphs were kept alive."""
     if largest > most:
         raise Wrong(
             yours=f"a forward on {largest} samples at once",

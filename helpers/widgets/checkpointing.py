@@ -58,7 +58,7 @@ def run_table(plain: Run, run: Run) -> Table:
     """Return a table of peaks and forward calls, without and with activation checkpointing."""
     saved = 1 - run.record.peak.total_bytes / plain.record.peak.total_bytes
     rows = [
-        ("no checkpoints", format_bytes(plain.record.peak.total_bytes), "", sum(plain.calls)),
+        ("no recomputation", format_bytes(plain.record.peak.total_bytes), "", sum(plain.calls)),
         (
             f"{run.segments} segment{'s' if run.segments > 1 else ''}",
             format_bytes(run.record.peak.total_bytes),
@@ -73,7 +73,7 @@ def show_run(depth: int, segments: int, gpu: torch.device) -> None:
     """Run a step without and with activation checkpointing; show the bytes of both."""
     plain, run = run_step(depth, 1, gpu), run_step(depth, segments, gpu)
     name = f"{segments} segment{'s' if segments > 1 else ''}"
-    plots.steps_by_cause({"no checkpoints": plain.record, name: run.record})
+    plots.steps_by_cause({"no recomputation": plain.record, name: run.record})
     display(run_table(plain, run))
 
 

@@ -31,9 +31,7 @@ def mesh_sizes(
 ) -> dict[str, int]:
     """Return the sizes of all dimensions; ``data`` follows from the number of GPUs.
 
-    They're in ``order``, innermost first.
-
-    Raises ValueError if the sizes don't divide that number.
+    They're in ``order``, innermost first. Raises ValueError if the sizes don't divide that number.
     """
     others = tensor * context * pipeline
     if GPUS % others:

@@ -68,7 +68,7 @@ def serving_explorer() -> ipywidgets.Widget:
         {
             "model": ipywidgets.Dropdown(options=list(LLAMA), value="70B", description="Llama"),
             "gpus": steps("H100s", GPUS, 4),
-            "numbers": ipywidgets.Dropdown(options=list(NUMBERS), description="numbers"),
+            "numbers": ipywidgets.Dropdown(options=list(NUMBERS), description="format"),
             "context": steps("tokens of context", CONTEXTS, 8192),
         },
     )

@@ -71,7 +71,7 @@ def _on_its_gpu(place: str, given: str) -> None:
 
 
 def _within(calls: CollectiveCalls, most: int, largest: int, given: str, hint: str) -> None:
-    """Raise Wrong without any collective, with more than ``most``, or with one that's too large."""
+    """Raise Wrong if there's no collective, more than ``most``, or one that's too large."""
     if 0 < len(calls) <= most and all(size <= largest for _, size in calls):
         return
     spent = ", ".join(f"{name}, with {size} elements from the rank" for name, size in calls)

@@ -105,5 +105,5 @@ def test_an_unavailable_release_is_reported_with_the_settings_that_may_be_in_the
 def test_a_failed_download_is_reported_with_a_clear_message(tmp_path, monkeypatch):
     monkeypatch.setattr(setup_venv, "pip", lambda *arguments, **_: False)
     monkeypatch.setattr(setup_venv, "without_choosing_settings", lambda venv: ({}, ""))
-    with pytest.raises(SystemExit, match=r"check the network .* and the disk \(\d+ GB are free"):
+    with pytest.raises(SystemExit, match=r"Check the network .* and the disk \(\d+ GB are free"):
         setup_venv.install(tmp_path, "torch", options(cuda=True))
