@@ -187,8 +187,8 @@ def _step(width: int, gpu: torch.device) -> Callable[[int], int]:
 
 
 def _hint_for_batch(asked: Sequence[int]) -> str:
-    # Counted: up to 190 to 320 samples, depending on the width, the peak occurs in the update; from
-    # about 450 on, each sample adds the same bytes.
+    # The counted peak occurs in the update up to some batch size, which is between 190 and 320,
+    # depending on the width; from about 450 samples on, each one adds the same bytes.
     small = [size for size in asked if size <= 450]
     if small:
         return (

@@ -127,7 +127,11 @@ def pages(answer: Callable[[list[list[int]], int], int]) -> dict[str, Any]:
     cases = (
         ([system[:5]], 4, "The last tokens need a page, too, even if they don't fill it."),
         ([system[:8]], 4, "Eight tokens fill two pages of four."),
-        ([system + own, system + own[::-1]], 4, "Full pages with equal beginnings are shared."),
+        (
+            [system + own, system + own[::-1]],
+            4,
+            "A full page is shared if the prompts are equal up to its end.",
+        ),
         (
             [[*system[:4], *own], [*reversed(own), *own]],
             4,
@@ -141,7 +145,7 @@ def pages(answer: Callable[[list[list[int]], int], int]) -> dict[str, Any]:
         (
             [[*system, k] for k in range(200, 220)],
             8,
-            "Full pages with equal beginnings are shared.",
+            "A full page is shared if the prompts are equal up to its end.",
         ),
     )
     for prompts, size, hint in cases:

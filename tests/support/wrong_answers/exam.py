@@ -262,7 +262,7 @@ WRONG = {
     "99.13": [
         (
             _PAGES.format(full="[]", others="sum(-(-len(p) // size) for p in prompts)"),
-            "with equal beginnings are shared",
+            "equal up to its end",
         ),
         (
             _PAGES.format(
