@@ -52,18 +52,23 @@ def _naming_device(
 
     @functools.wraps(plain)
     def make(cls: type, *args: Any, **kwargs: Any) -> torch.Tensor:
-        device = kwargs.get("device")
+        by_position = len(args) > _DEVICE_POSITION
+        device = args[_DEVICE_POSITION] if by_position else kwargs.get("device")
         gpu = gpus.resolve(device) if isinstance(device, torch.device) else None
         if gpu is None or issubclass(cls, VirtualTensor):
             return plain(cls, *args, **kwargs)
         if cls not in seen:
             seen.add(cls)
             _show_device(cls, changes)
+        if by_position:  # as FunctionalTensor does
+            before, after = args[:_DEVICE_POSITION], args[_DEVICE_POSITION + 1 :]
+            return plain(cls, *before, gpu.cpp_device, *after, **kwargs)
         return plain(cls, *args, **{**kwargs, "device": gpu.cpp_device})
 
     return make
 
 
+_DEVICE_POSITION = 6  # among the arguments of Tensor._make_wrapper_subclass after the class
 _cpp_device_of = torch._C.TensorBase.device.__get__
 
 

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from numpy.typing import NDArray
+from torch._subclasses import fake_tensor
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -328,6 +329,9 @@ def install(changes: Changes) -> None:
     changes.wrap(DeviceContext, "__torch_function__", _leaving_out)
     changes.wrap(torch.Tensor, "device", _device)
     changes.wrap(torch.Tensor, "new_tensor", _new_tensor)
+    # C++ gets a fake tensor's device from its mode or, while that's inactive, from its class.
+    changes.item(fake_tensor._DISPATCH_META_HANDLERS, _DEVICE, _fake_device_handler)
+    changes.wrap(fake_tensor.FakeTensor, "__torch_dispatch__", _of_fake_tensor)
 
 
 def _entering(
@@ -364,6 +368,26 @@ def _handed_names(plain: Callable[..., Any]) -> Callable[..., Any]:
         return plain(mode, func, types, args, kwargs or {})
 
     return __torch_dispatch__
+
+
+_DEVICE = torch.ops.prim.device.default
+
+
+def _fake_device_handler(args: Args) -> torch.device:
+    """Return a fake tensor's C++ device, for which autograd needs no streams."""
+    return cpp_device(fake_tensor._device_handler(args))  # type: ignore[no-any-return]
+
+
+def _of_fake_tensor(plain: Callable[..., Any]) -> Any:
+    @functools.wraps(plain)
+    def __torch_dispatch__(
+        cls: type, func: Operator, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        if func is _DEVICE:
+            return _fake_device_handler(args)
+        return plain(func, types, args, kwargs or {})
+
+    return classmethod(__torch_dispatch__)
 
 
 def _leaving_out(plain: Callable[..., Any]) -> Callable[..., Any]:
