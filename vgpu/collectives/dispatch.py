@@ -76,6 +76,7 @@ def _run(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     table.check(call)
     gpu = next(tensor._gpu for tensor in tensors_in(args) if type(tensor) is VirtualTensor)
     process_groups.claim_gpu(call.group, gpu)
+    process_groups.compare_dtypes(call)
     tally.add(call)
     tensors = list(call.inputs or call.outputs)
     with _RecordFunctionFast(f"{process_groups.BACKEND}:{call.name}", tensors):

@@ -10,6 +10,7 @@ Features that only NCCL has are emulated or rejected here (symmetric memory, in 
 import collections
 import functools
 import inspect
+import itertools
 import os
 import socket
 import weakref
@@ -22,6 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 
 from vgpu import torch_releases
+from vgpu.collectives.calls import Call
 from vgpu.memory import gpus
 from vgpu.memory.blocks import Block
 from vgpu.memory.gpus import VirtualGPU
@@ -97,11 +99,13 @@ def _with_the_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
                 backend = group._get_backend(torch.device(gpus.DEVICE_TYPE))
                 custom = dist.ProcessGroup.BackendType.CUSTOM
                 group._register_backend(_CPU, custom, backend)
+            name = str(group.group_name)
+            _groups_made[name] += 1
             # gloo, if asked for by name, lets ranks share a GPU.
-            if f"{gpus.DEVICE_TYPE}:{BACKEND}" in dist.get_backend_config(group):
-                name = str(group.group_name)
-                _groups_made[name] += 1
-                _unclaimed[group] = others[0], f"{name}/{_groups_made[name]}"
+            vccl = f"{gpus.DEVICE_TYPE}:{BACKEND}" in dist.get_backend_config(group)
+            _comparisons[group] = _Comparison(
+                others[0], f"{name}/{_groups_made[name]}", shares_gpus=not vccl
+            )
         return (group, *others)
 
     return new_process_group
@@ -184,14 +188,29 @@ def _splitting(plain: Callable[..., Any]) -> Callable[..., Any]:
     return split_group
 
 
-# NCCL rejects two ranks on the same GPU
+# What ranks compare: NCCL rejects two ranks on the same GPU, and dtypes must be equal
 
-_unclaimed: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.Store, str]]" = (
+
+class _Comparison:
+    """What a rank compares with the other ranks of its group, through the group's store."""
+
+    def __init__(self, store: dist.Store, name: str, shares_gpus: bool) -> None:
+        self.store = store
+        self.name = name
+        self.needs_claim = not shares_gpus
+        """Whether this rank still has to claim its GPU."""
+        self.numbers = itertools.count()
+        """Numbers the collectives on virtual tensors."""
+        self.written = [""] * _KEYS
+        """What each key held at this rank's last look."""
+
+
+_KEYS = 256
+"""Collectives by which a rank may be ahead of another that still compares its dtypes with it."""
+
+_comparisons: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Comparison]" = (
     weakref.WeakKeyDictionary()
 )
-"""For each group in which this rank hasn't used a GPU yet: the store where ranks claim theirs, and
-the group's key.
-"""
 _groups_made: collections.Counter[str] = collections.Counter()  # by name; names are reused
 
 
@@ -212,11 +231,11 @@ def claim_gpu(group: dist.ProcessGroup, gpu: VirtualGPU) -> None:
             f"device_id {bound.index}. Call torch.cuda.set_device(local_rank) before creating "
             "tensors."
         )
-    if group not in _unclaimed:
+    comparison = _comparisons.get(group)
+    if comparison is None or not comparison.needs_claim:
         return
-    store, name = _unclaimed[group]
-    rank = group.rank()
-    first = int(store.compare_set(f"vccl/{name}/{_physical_gpu(gpu.index)}", "", str(rank)))
+    key, rank = f"vccl/{comparison.name}/{_physical_gpu(gpu.index)}", group.rank()
+    first = int(comparison.store.compare_set(key, "", str(rank)))
     if first != rank:
         raise dist.DistBackendError(
             f"Duplicate GPU detected : rank {rank} and rank {first} both on CUDA device "
@@ -224,7 +243,38 @@ def claim_gpu(group: dist.ProcessGroup, gpu: VirtualGPU) -> None:
             "torch.cuda.set_device(local_rank) before creating tensors, or include the GPU's index "
             "in their device"
         )
-    del _unclaimed[group]
+    comparison.needs_claim = False
+
+
+def compare_dtypes(call: Call) -> None:
+    """Raise TypeError if another rank passes tensors of another dtype to the same collective.
+
+    NCCL and gloo compare sizes in bytes at most, so float16 on one rank and bfloat16 on another
+    would give meaningless numbers. The first rank to issue a collective writes its dtypes to the
+    group's store, and doesn't wait for the others; each of the others compares. The keys are
+    reused, so the store doesn't grow.
+    """
+    comparison = _comparisons.get(call.group)
+    if comparison is None or call.peer is not None:
+        return
+    dtypes = dict.fromkeys(str(tensor.dtype) for tensor in [*call.inputs, *call.outputs])
+    number, rank = next(comparison.numbers), call.group.rank()
+    own = [str(number), call.name, ", ".join(dtypes), str(rank)]
+    key = f"vccl/{comparison.name}/dtypes/{number % _KEYS}"
+    last = comparison.written[number % _KEYS]
+    try:
+        written = comparison.store.compare_set(key, last, "/".join(own)).decode()
+    except dist.DistError:  # the rank that serves the store has ended; groups outlive it
+        del _comparisons[call.group]
+        return
+    comparison.written[number % _KEYS] = written
+    first = written.split("/")
+    if first[:2] == own[:2] and first[2] != own[2]:
+        raise TypeError(
+            f"{call.name}: rank {rank} of the group passes {own[2]}, but rank {first[3]} passes "
+            f"{first[2]}. NCCL doesn't compare dtypes, and would return meaningless numbers: pass "
+            "the same dtype on all ranks"
+        )
 
 
 def _physical_gpu(index: int) -> str:

@@ -152,3 +152,22 @@ def test_a_group_rejects_a_tensor_on_another_gpu_as_nccl_does():
     )
     with pytest.raises(RuntimeError, match=words):
         launch.run(main, 2, gpu="V100")
+
+
+def test_a_collective_rejects_dtypes_of_equal_size_that_differ_among_ranks():
+    """After more collectives than a group keeps keys for, too."""
+    main = cell(
+        """
+        def main(rank, world_size):
+            for dtype in (torch.float32, torch.bfloat16) * 150:
+                dist.all_reduce(torch.ones(2, device="vgpu", dtype=dtype))
+            dtype = torch.float16 if rank else torch.bfloat16
+            dist.all_reduce(torch.ones(2, device="vgpu", dtype=dtype))
+        """
+    )["main"]
+    words = (
+        r"all_reduce: rank (0 of the group passes torch\.bfloat16, but rank 1 passes "
+        r"torch\.float16|1 of the group passes torch\.float16, but rank 0 passes torch\.bfloat16)"
+    )
+    with pytest.raises(RuntimeError, match=words):
+        launch.run(main, 2, gpu="V100")
