@@ -38,10 +38,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         if options.vgpu_model is not None:
             raise pytest.UsageError("--vgpu-model needs --vgpus, the number of virtual GPUs")
         return
-    from vgpu import cuda_is_vgpu, run_report
-    from vgpu.run_program import ProgramSettings, start
+    from vgpu import cuda_is_vgpu
+    from vgpu.run_program import ProgramSettings, is_first_process, start
 
-    early_config.stash[_IS_FIRST] = run_report.is_first_process()
+    early_config.stash[_IS_FIRST] = is_first_process()
     gpu = "V100" if options.vgpu_model is None else options.vgpu_model
     try:
         start(ProgramSettings(options.vgpus, gpu, cuda_is_vgpu=True))
@@ -76,9 +76,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         return
     import torch
 
-    from vgpu import run_report
+    from vgpu import run_program
 
-    unused = run_report.end().unused(cuda_is_vgpu=True)
+    unused = run_program.end().unused(cuda_is_vgpu=True)
     names = torch.vgpu.get_device_name(0)
     terminalreporter.write_line(
         f"vgpu: {unused or f'ran on {torch.vgpu.device_count()} x {names}'}"

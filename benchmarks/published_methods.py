@@ -7,7 +7,7 @@ examples/benchmark/configs/qwen3_moe_30b_te_deepep.yaml: Qwen3 30B on eight H100
 router that keeps experts equally busy, full recomputation. That router is ``FakeBalancedGate`` in
 nemo_automodel/components/moe/layers.py (at 89e3a9f), which gives a token eight consecutive experts, all on one
 of the eight ranks; DeepEP sends a token once to each rank that has any of its experts. Its attention is
-Transformer Engine's, which is cuDNN's on an H100 and about as fast as FlashAttention-3 (vgpu/time/attention.py).
+Transformer Engine's, which is cuDNN's on an H100 and about as fast as FlashAttention-3 (vgpu/time/costs.py).
 
 The one fitted figure is that of ``published.py``, from a row in bfloat16. Steps are extrapolated from four
 and five layers. We leave out FSDP2's float8 all-gathers, and asynchronous float8 gathers that torch.compile
@@ -23,8 +23,7 @@ from typing import NamedTuple
 from benchmarks._order import mean
 from benchmarks.published import FITTED, GPU, SPREAD, fitted_share
 from vgpu.plan import Layout, Plan, estimate, extrapolate
-from vgpu.plan.experts import ExpertSizes
-from vgpu.plan.transformer import LLAMA, TransformerSizes
+from vgpu.plan.transformer import LLAMA, ExpertSizes, TransformerSizes
 
 
 class Row(NamedTuple):

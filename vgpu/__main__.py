@@ -7,7 +7,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NoReturn
 
-from vgpu import cuda_is_vgpu, run_report
+from vgpu import cuda_is_vgpu, run_program
 from vgpu.hardware import NETWORKS, PRESETS
 from vgpu.run_program import ProgramSettings, run_command, run_module, run_script
 from vgpu.units import parse_bytes
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     sys.argv = ["-c" if program is options.command else name, *program[1:]]
     if options.cuda_is_vgpu:
         sys.argv[1:] = map(cuda_is_vgpu.replace_in_argument, sys.argv[1:])
-    is_first = run_report.is_first_process()
+    is_first = run_program.is_first_process()
     try:
         if program is options.module:
             run_module(name, settings)
@@ -65,14 +65,14 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             run_script(Path(name), settings)
     finally:
-        has_started = not run_report.is_first_process()
+        has_started = not run_program.is_first_process()
         if is_first and has_started and not options.cluster:
             _report(options.cuda_is_vgpu)
 
 
 def _report(cuda_is_vgpu: bool) -> None:
     """Print what was replaced and, unless the program failed, a note if it used no GPU."""
-    report = run_report.end()
+    report = run_program.end()
     for line in report.replaced():
         _print_once(line)
     unused = report.unused(cuda_is_vgpu)

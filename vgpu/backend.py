@@ -29,10 +29,8 @@ from vgpu.time.timeline import Timeline
 from vgpu.torch_patches import (
     attention,
     compile,
-    data_assignment,
     data_parallel,
     device_module,
-    flex_attention,
     functions,
     serialization,
 )
@@ -42,10 +40,8 @@ _PATCHES = (
     attention,
     compile,
     cuda_kernels,
-    data_assignment,
     data_parallel,
     dispatch,
-    flex_attention,
     functions,
     kernels,
     methods,

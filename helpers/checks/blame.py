@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 
 from helpers.checks.describing import describe
-from vgpu.launch.call_sites import is_library
+from vgpu.launch.hangs import is_library
 
 _ARGUMENTS = "Keep the stub's name and arguments: the check calls it with them."
 _OF_NONE = (

@@ -18,15 +18,21 @@ import torch.distributed as dist
 from torch._C._profiler import _RecordFunctionFast
 from torch.distributed import distributed_c10d
 
-from vgpu.collectives import borrowed_buffers, process_groups, table
-from vgpu.collectives.borrowed_buffers import BorrowedBuffers
-from vgpu.collectives.calls import Call
-from vgpu.collectives.work import Ending, OwnMessage, Waiting, work_of
+from vgpu.collectives import process_groups, table
+from vgpu.collectives.table import Call
+from vgpu.collectives.work import BorrowedBuffers, Ending, OwnMessage, Waiting, waited_for, work_of
 from vgpu.memory import gpus
 from vgpu.memory.gpus import VirtualGPU
 from vgpu.tensor.observer import virtual_among
-from vgpu.tensor.operator_info import ShapesMode, handler, shape_handler
-from vgpu.tensor.operators import Args, Kwargs, Operator, tensors_in
+from vgpu.tensor.operators import (
+    Args,
+    Kwargs,
+    Operator,
+    ShapesMode,
+    handler,
+    shape_handler,
+    tensors_in,
+)
 from vgpu.tensor.tensor import VirtualTensor, run_unrecorded
 from vgpu.time import recording
 from vgpu.time.recording import Recording, gpu_of
@@ -203,7 +209,7 @@ def _run_wait(func: Operator, args: Args, kwargs: Kwargs) -> Any:
             recording.under_way.wait_for_last_write(tensor)
     run_unrecorded(func, args, kwargs)
     for tensor in tensors:
-        borrowed_buffers.waited_for(tensor)
+        waited_for(tensor)
     return args[0]
 
 

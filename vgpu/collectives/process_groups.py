@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 
 from vgpu import torch_releases
-from vgpu.collectives.calls import Call
+from vgpu.collectives.table import Call
 from vgpu.memory import gpus
 from vgpu.memory.blocks import Block
 from vgpu.memory.gpus import VirtualGPU

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from vgpu import torch_releases
 from vgpu.collectives import process_groups
 from vgpu.memory import gpus
-from vgpu.tensor import generators
+from vgpu.tensor import compute
 from vgpu.tensor.methods import cpp_device
 from vgpu.tensor.refusals import refusing_virtual
 from vgpu.tensor.tensor import VirtualTensor
@@ -113,17 +113,17 @@ def _read_offset(module: ModuleType, changes: Changes) -> None:
     class PhiloxState(module._PhiloxState):  # type: ignore[name-defined]
         @property
         def offset(self) -> torch.Tensor:
-            if len(self._state) == generators.PHILOX_BYTES:
+            if len(self._state) == compute.PHILOX_BYTES:
                 offset: torch.Tensor = super().offset
                 return offset
-            return generators.offset_in(self._state)
+            return compute.offset_in(self._state)
 
         @offset.setter
         def offset(self, offset: torch.Tensor) -> None:
-            if len(self._state) == generators.PHILOX_BYTES:
+            if len(self._state) == compute.PHILOX_BYTES:
                 self._state[8:] = offset.view(torch.uint8)
             else:
-                generators.set_offset_in(self._state, int(offset))
+                compute.set_offset_in(self._state, int(offset))
 
     changes.set(module, "_PhiloxState", PhiloxState)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from vgpu.launch import hangs
-from vgpu.launch.call_sites import RankState, user_call_site
+from vgpu.launch.hangs import RankState, user_call_site
 from vgpu.launch.processes import RankProcess
 from vgpu.launch.rank import Failure, Result, crash_path
 from vgpu.units import format_bytes, format_seconds

@@ -24,12 +24,11 @@ import torch
 import torch.distributed as dist
 
 import vgpu
-from vgpu.launch import call_sites, failures, hangs
+from vgpu.launch import failures, hangs
 from vgpu.launch.failures import LaunchError
-from vgpu.launch.forkserver import SOCKETS_FOLDER
 from vgpu.launch.output import RankOutput
 from vgpu.launch.processes import RankProcess, RankProcesses
-from vgpu.launch.rank import Job, dumps_call, inside_rank, result_path
+from vgpu.launch.rank import SOCKETS_FOLDER, Job, dumps_call, inside_rank, result_path
 
 RANKS_PER_CORE = 16
 """The limit on ranks per core; more would mostly wait for each other and fill up memory."""
@@ -223,7 +222,7 @@ def _jobs(
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
     }
-    defaults = dict(call_sites.RECORDER)
+    defaults = dict(hangs.RECORDER)
     if interface := loopback():
         defaults["GLOO_SOCKET_IFNAME"] = interface  # all ranks are on this machine
     # Another thread may be starting the forkserver, whose variable must not reach a rank.

@@ -15,11 +15,18 @@ from typing import Any
 
 import psutil
 
-from vgpu.launch.call_sites import RankState
-from vgpu.launch.forkserver import context, main_module_hidden
-from vgpu.launch.hangs import STOPPED, ranks_text
+from vgpu.launch.hangs import STOPPED, RankState, ranks_text
 from vgpu.launch.output import RankOutput
-from vgpu.launch.rank import Failure, Job, Joined, Result, function_path, main
+from vgpu.launch.rank import (
+    Failure,
+    Job,
+    Joined,
+    Result,
+    context,
+    function_path,
+    main,
+    main_module_hidden,
+)
 
 _PIPE_BYTES = 1 << 16
 

@@ -32,7 +32,7 @@ several_streams = False  # set by time/streams.py; until then, each block is on 
 
 
 class Borrowed(Protocol):
-    """Tensors that gloo uses for a collective (collectives/borrowed_buffers.py)."""
+    """Tensors that gloo uses for a collective (collectives/work.py)."""
 
     def is_dropped(self) -> bool: ...
 

@@ -38,7 +38,7 @@ class VirtualGPU:
         self.cpp_device = torch.device(CPP_DEVICE_TYPE, index)
         self.spec = spec
         self.memory = DeviceMemory(self.device, capacity_bytes, current_stream_number)
-        self.generator: torch.Generator | None = None  # generators.py creates it
+        self.generator: torch.Generator | None = None  # tensor/compute.py creates it
 
     def __repr__(self) -> str:
         return f"VirtualGPU({self.device}, {self.spec.name})"

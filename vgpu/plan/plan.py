@@ -57,7 +57,7 @@ class Plan:
     recompute_every: int = 1
     """One of every ``recompute_every`` blocks follows ``recompute``; the others keep everything."""
     float8: bool = False
-    """Whether the blocks' linear layers use float8 matmuls (``vgpu.plan.float8``)."""
+    """Whether the blocks' linear layers use float8 matmuls (``vgpu.plan.parallel_model``)."""
     wrap_ends: bool = False
     """Whether FSDP2 wraps embedding and output separately, so that less is reduced at the end."""
 

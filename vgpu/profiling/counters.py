@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from vgpu.collectives import table
-from vgpu.collectives.calls import Call
+from vgpu.collectives.table import Call
 
 
 class EagerDispatchMode(TorchDispatchMode):

@@ -9,12 +9,20 @@ import torch
 
 from vgpu.memory import gpus
 from vgpu.tensor import observer
-from vgpu.tensor.compute import counting_versions
-from vgpu.tensor.generators import default_generator
+from vgpu.tensor.compute import counting_versions, default_generator
 from vgpu.tensor.lookup import Output, look_up, signature_of
 from vgpu.tensor.methods import HOST, Place, has_values
-from vgpu.tensor.operator_info import ShapesMode, handler, in_parts, info_of, shape_handler
-from vgpu.tensor.operators import Args, Kwargs, Operator, one_by_one
+from vgpu.tensor.operators import (
+    Args,
+    Kwargs,
+    Operator,
+    ShapesMode,
+    handler,
+    in_parts,
+    info_of,
+    one_by_one,
+    shape_handler,
+)
 from vgpu.tensor.refusals import refuse_tangents
 from vgpu.tensor.tensor import (
     ShapeTensor,

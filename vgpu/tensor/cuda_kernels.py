@@ -11,8 +11,15 @@ from typing import Any
 import torch
 
 from vgpu.memory.gpus import VirtualGPU
-from vgpu.tensor.operator_info import handler, in_parts
-from vgpu.tensor.operators import Args, Kwargs, Operator, decompose, named_arguments
+from vgpu.tensor.operators import (
+    Args,
+    Kwargs,
+    Operator,
+    decompose,
+    handler,
+    in_parts,
+    named_arguments,
+)
 from vgpu.tensor.refusals import refuse_mixed_norm
 from vgpu.tensor.tensor import named_values, run, run_unrecorded, wrap, wrap_result
 from vgpu.torch_patches.undo import Changes

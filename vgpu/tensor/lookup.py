@@ -18,8 +18,7 @@ import torch
 
 from vgpu.memory import gpus
 from vgpu.tensor.methods import HOST, SHAPES, Place, TensorMethods, has_values, no_value
-from vgpu.tensor.operator_info import OperatorInfo
-from vgpu.tensor.operators import Args, Kwargs, tensors_in
+from vgpu.tensor.operators import Args, Kwargs, OperatorInfo, tensors_in
 from vgpu.tensor.refusals import refuse_mixed_norm
 
 Signature = tuple[object, ...]

@@ -8,8 +8,7 @@ import torch
 from vgpu.memory.gpus import VirtualGPU
 from vgpu.tensor.lookup import Result
 from vgpu.tensor.methods import TensorMethods
-from vgpu.tensor.operator_info import OperatorInfo
-from vgpu.tensor.operators import Args, Kwargs, tensors_in
+from vgpu.tensor.operators import Args, Kwargs, OperatorInfo, tensors_in
 
 
 class Operation:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 
-from vgpu.tensor.operator_info import in_parts
-from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments
+from vgpu.tensor.operators import Args, Kwargs, Operator, in_parts, named_arguments
 from vgpu.tensor.tensor import is_shape
 
 aten = torch.ops.aten

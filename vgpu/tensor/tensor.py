@@ -16,7 +16,7 @@ import torch
 
 from vgpu.memory.blocks import Block
 from vgpu.memory.gpus import VirtualGPU
-from vgpu.tensor import observer, same_device
+from vgpu.tensor import observer, refusals
 from vgpu.tensor.compute import compute, refuse_host_memory, require_room, set_inner_device
 from vgpu.tensor.lookup import (
     RESULTS,
@@ -37,13 +37,16 @@ from vgpu.tensor.methods import (
     strided_parts,
 )
 from vgpu.tensor.observer import Observer, Operation, virtual_among
-from vgpu.tensor.operator_info import KNOWN, OperatorInfo, ShapesMode, info_of
 from vgpu.tensor.operators import (
+    KNOWN,
     Args,
     Handler,
     Kwargs,
     Operator,
+    OperatorInfo,
+    ShapesMode,
     argument,
+    info_of,
     named_arguments,
 )
 from vgpu.tensor.refusals import refuse_tangents
@@ -56,7 +59,7 @@ set_cpp_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 class VirtualTensor(TensorMethods):
     """A tensor on a virtual GPU; created by torch's own functions, never directly."""
 
-    # There are no slots, because a plain tensor that becomes virtual (data_assignment.py) has none.
+    # There are no slots, because a plain tensor that becomes virtual (torch_patches/functions.py) has none.
     # torch's functions run unchanged; only TensorMethods knows the virtual device's name.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -174,7 +177,7 @@ def run(
             gpu = tensor._gpu if gpu is None or gpu is HOST else gpu
     if mixed:
         refuse_tangents((args, *kwargs.values()))
-        same_device.check(info, args, kwargs)
+        refusals.check_same_device(info, args, kwargs)
     if mode is not None and (gpu is None or info.makes_on_device):
         gpu = place_of_shape(info, args, kwargs, inputs, gpu)
         if gpu is None:  # the call computes real values
@@ -280,7 +283,7 @@ def named_values(func: Operator, args: Args, kwargs: Kwargs) -> tuple[Kwargs, Vi
     values = unwrap(named.values(), inputs, others)
     gpu = inputs[0]._gpu
     if others or any(tensor._gpu is not gpu for tensor in inputs):
-        same_device.check(info_of(func), args, kwargs)
+        refusals.check_same_device(info_of(func), args, kwargs)
     return dict(zip(named, values, strict=True)), gpu
 
 

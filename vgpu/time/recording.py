@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
-from vgpu.collectives.calls import Call
+from vgpu.collectives.table import Call
 from vgpu.memory import gpus
 from vgpu.memory.gpus import VirtualGPU, in_backward
 from vgpu.tensor import copies, observer
@@ -35,7 +35,6 @@ from vgpu.time.host_threads import (
     in_compiled_call,
     modules_tracked,
 )
-from vgpu.time.kineto import KINETO_DTYPES
 from vgpu.time.program import Enqueued, GrowingProgram, RecordedStream
 from vgpu.time.races import Accesses, is_whole, poisoned, replaced
 from vgpu.time.simulate import rarely_collected, simulate
@@ -52,7 +51,7 @@ from vgpu.time.steps import (
     Operands,
     Read,
 )
-from vgpu.time.timeline import HOST, Timeline
+from vgpu.time.timeline import HOST, KINETO_DTYPES, Timeline
 
 assumed: dict[str, Any] = {}
 """Fields of CostModel that a virtual cluster sets for every recording."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from vgpu.memory import gpus
-from vgpu.tensor.generators import default_generator
+from vgpu.tensor.compute import default_generator
 from vgpu.torch_patches import device_module
 from vgpu.torch_patches.undo import Changes
 

@@ -19,7 +19,7 @@ from vgpu.memory import gpus, snapshot
 from vgpu.memory.blocks import DeviceMemory
 from vgpu.memory.gpus import current_index as current_device  # noqa: F401
 from vgpu.memory.gpus import device_count, meant_by  # noqa: F401
-from vgpu.tensor.generators import default_generator
+from vgpu.tensor.compute import default_generator
 from vgpu.time import recording
 from vgpu.time.streams import Event, Stream, current_stream, default_stream, set_stream  # noqa: F401
 

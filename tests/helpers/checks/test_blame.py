@@ -5,7 +5,7 @@ import pytest
 import helpers.checks.on_ranks
 from helpers.checks import blame, core
 from teaching.exam import planning as exam
-from vgpu.launch.call_sites import is_library
+from vgpu.launch.hangs import is_library
 
 
 @pytest.mark.parametrize("path", [helpers.checks.on_ranks.__file__, core.__file__, exam.__file__])

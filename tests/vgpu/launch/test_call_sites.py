@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from vgpu.launch import launcher
-from vgpu.launch.call_sites import is_library, rank_state, user_call_site
+from vgpu.launch.hangs import is_library, rank_state, user_call_site
 
 # Fedora keeps compiled packages in a separate folder, and Debian has its own folders.
 LIBRARIES = [

@@ -31,7 +31,7 @@ def test_a_kernel_that_exits_has_no_process_to_wait_for():
     """
     source = """
 import os, psutil
-from vgpu.launch.forkserver import warm_up
+from vgpu.launch.rank import warm_up
 warm_up()
 print([os.getpgid(child.pid) == os.getpgrp() for child in psutil.Process().children()])
 """

@@ -3,8 +3,16 @@
 import math
 from collections import Counter
 
-from vgpu.launch.call_sites import CallSite, CollectiveRecord, Message, RankState
-from vgpu.launch.hangs import STOPPED, explain, is_deadlock, mismatches
+from vgpu.launch.hangs import (
+    STOPPED,
+    CallSite,
+    CollectiveRecord,
+    Message,
+    RankState,
+    explain,
+    is_deadlock,
+    mismatches,
+)
 
 LINE = CallSite("train.py", 3, "dist.all_reduce(t)")
 BOTH = {"0": [0, 1]}

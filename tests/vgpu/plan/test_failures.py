@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from vgpu.plan.failures import (
+from vgpu.plan.estimate import (
     Goodput,
     best_interval_s,
     expected_goodput,

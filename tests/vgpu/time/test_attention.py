@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import vgpu
-from vgpu.time.attention import KERNELS, Attention, attention_flop_per_s
+from vgpu.time.costs import KERNELS, Attention, attention_flop_per_s
 
 A100, H100 = vgpu.PRESETS["A100"], vgpu.PRESETS["H100"]
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)

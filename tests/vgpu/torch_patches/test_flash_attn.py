@@ -10,7 +10,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 import vgpu
 from teaching.lessons import ROOT
-from vgpu.torch_patches import flash_attn
+from vgpu.torch_patches import attention as flash_attn
 
 pytestmark = pytest.mark.virtual_gpus(1, gpu="H100")
 
