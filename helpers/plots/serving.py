@@ -181,14 +181,16 @@ def latency_and_throughput(
         batch, wait_s, speed = points[-1]
         beside: Any = {"textcoords": "offset points", "xytext": (6, 0), "fontsize": 8}
         axes.annotate(f"{batch}: full", (1e3 * wait_s, speed), color=color, va="center", **beside)
+    above: Any = {"textcoords": "offset points", "xytext": (-5, 4), "fontsize": 8, "ha": "right"}
     below: Any = {"textcoords": "offset points", "xytext": (5, -13), "fontsize": 8}
-    for points, bend, color in zip(curves.values(), bends, SERIES, strict=False):
+    sides = itertools.chain([above], itertools.repeat(below))  # the first curve is the highest
+    for points, bend, color, side in zip(curves.values(), bends, SERIES, sides, strict=False):
         for (small, *low), (large, *high) in itertools.pairwise(points):
             if small <= bend < large:
                 share = math.log(bend / small) / math.log(large / small)
                 x, y = (a * (b / a) ** share for a, b in zip(low, high, strict=True))
                 axes.plot(1e3 * x, y, "|", ms=16, mew=2, color="black")
-                axes.annotate(f"{bend:.0f} users", (1e3 * x, y), color=color, **below)
+                axes.annotate(f"{bend:.0f} users", (1e3 * x, y), color=color, **side)
     first = next(iter(curves.values()))[0]  # the curves start at almost the same point
     place = 1e3 * first[1], first[2]
     axes.annotate("1 user  ", place, fontsize=8, ha="right", va="center")
