@@ -157,9 +157,9 @@ def forwards(
     first, last = tokens[0], tokens[-1]
     show(
         fig,
-        "Time of a forward pass by its number of tokens, on logarithmic axes: flat at the time it takes to read "
-        f"the weights, then rising with the arithmetic. {first} token: {format_seconds(times_s[first])}; "
-        f"{last} tokens: {format_seconds(times_s[last])}.",
+        "Time of a forward pass by its number of tokens, on logarithmic axes: flat at the time it "
+        f"takes to read the weights, then rising with the arithmetic. {first} token: "
+        f"{format_seconds(times_s[first])}; {last} tokens: {format_seconds(times_s[last])}.",
     )
 
 
