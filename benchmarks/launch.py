@@ -85,7 +85,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def fresh_process(peer: str, ranks: int) -> list[float]:
-    """Return the seconds of a first call and of later ones in a Python process that has only imported torch."""
+    """Return the seconds of a first call and of later ones in a process that only imported torch."""
     done = subprocess.run(
         [sys.executable, SCRIPT, "--calls", peer, str(ranks)],
         check=True,

@@ -120,16 +120,17 @@ def main() -> str:
         [
             "## Pipelining in two processes",
             "",
-            "Two processes with one thread each run the forward and backward passes of a training step, one "
-            f"stage per process ({LAYERS} layers of width {WIDTH} per stage, {ROWS} rows per micro-batch). "
-            "torch.distributed.pipelining over gloo is compared with running the same stages in turn, "
-            f"one micro-batch at a time. Times are medians of {REPEATS} repeats. *Speedup* is the "
-            "median of the ratios within each repeat, and *middle half* is the range of the middle half of "
-            "these ratios. The bound for m micro-batches is 2 m / (m + 1), with two idle cores and no "
-            "copies. *Machine* is how many times faster the two stages compute at the same time than "
-            "one after the other, without sending anything, measured in the same repeats: 2 with two idle "
-            "cores, and less when other programs use them. *Load* is the average number of runnable processes in the "
-            "minute before.",
+            "Two processes with one thread each run the forward and backward passes of a training "
+            f"step, one stage per process ({LAYERS} layers of width {WIDTH} per stage, {ROWS} rows "
+            "per micro-batch). torch.distributed.pipelining over gloo is compared with running the "
+            f"same stages in turn, one micro-batch at a time. Times are medians of {REPEATS} "
+            "repeats. *Speedup* is the median of the ratios within each repeat, and *middle half* "
+            "is the range of the middle half of these ratios. The bound for m micro-batches is 2 m "
+            "/ (m + 1), with two idle cores and no copies. *Machine* is how many times faster the "
+            "two stages compute at the same time than one after the other, without sending "
+            "anything, measured in the same repeats: 2 with two idle cores, and less when other "
+            "programs use them. *Load* is the average number of runnable processes in the minute "
+            "before.",
             "",
             "| micro-batches | schedule | in turn, ms | pipeline, ms | speedup | middle half "
             "| bound | machine | load |",

@@ -7,14 +7,15 @@ AdamW; FSDP2, and tensor parallelism with sequence parallelism and loss parallel
 in torchtitan. Selective recomputation keeps attention's outputs and every second matmul of a block; full
 recomputation keeps only the block's input.
 
-One figure is fitted, to the first row: the efficiency of arithmetic on the average GPU, as a fraction of the
-H100's peak. How much GPUs vary is taken from a measurement elsewhere (SPREAD). All other figures come from
-datasheets or are CostModel's defaults. float8 isn't predicted here (see published_methods.py). Llama 405B in a
-pipeline was published only with float8, so two of its schedules are compared with each other. Two
-rows were also published with asynchronous tensor parallelism, and are replayed with it. Two things aren't
-modeled: clocks that fall at a power limit, which is the likely reason why the gains of torch.compile and of
-asynchronous tensor parallelism are both overestimated; and, in the tables, the multiprocessors that NCCL's
-kernels take from the kernels that they run alongside.
+One figure is fitted, to the first row: the efficiency of arithmetic on the average GPU, as a
+fraction of the H100's peak. How much GPUs vary is taken from a measurement elsewhere (SPREAD). All
+other figures come from datasheets or are CostModel's defaults. float8 isn't predicted here (see
+published_methods.py). Llama 405B in a pipeline was published only with float8, so two of its
+schedules are compared with each other. Two rows were also published with asynchronous tensor
+parallelism, and are replayed with it. Two things aren't modeled: clocks that fall at a power limit,
+which is the likely reason why the gains of torch.compile and of asynchronous tensor parallelism are
+both overestimated; and, in the tables, the multiprocessors that NCCL's kernels take from the
+kernels that they run alongside.
 """
 
 import dataclasses
@@ -101,12 +102,12 @@ class Pipelined(NamedTuple):
 PIPELINES = (Pipelined(1, 100, 82.5), Pipelined(2, 128, 72.7))
 _MICRO_BATCHES = (8, 32)
 _PIPELINES = (
-    "Llama 405B ran on 512 GPUs (FSDP 8 × TP 8 × PP 8, batch 32, full recomputation, torch.compile) with "
-    "1F1B, and with interleaved 1F1B with two chunks. Both were published only with float8 and asynchronous tensor "
-    "parallelism, so we compare their ratio. The number of micro-batches wasn't published. 8, the number "
-    "of stages, was the default at 9dec370, the torchtitan commit that was measured "
-    "(`pipeline_parallel_microbatches` in torchtitan/config_manager.py), and 32 is the maximum for a batch "
-    "of 32."
+    "Llama 405B ran on 512 GPUs (FSDP 8 × TP 8 × PP 8, batch 32, full recomputation, "
+    "torch.compile) with 1F1B, and with interleaved 1F1B with two chunks. Both were published only "
+    "with float8 and asynchronous tensor parallelism, so we compare their ratio. The number of "
+    "micro-batches wasn't published. 8, the number of stages, was the default at 9dec370, the "
+    "torchtitan commit that was measured (`pipeline_parallel_microbatches` in "
+    "torchtitan/config_manager.py), and 32 is the maximum for a batch of 32."
 )
 _FLOAT8 = (
     "These predictions are for bfloat16; the section on float8 covers 8B and 70B. With asynchronous tensor "

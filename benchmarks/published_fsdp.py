@@ -4,18 +4,20 @@ Sources: mosaicml/llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48 (
 are in ``rows/mpt_h100.csv``); foundation-model-stack/fms-fsdp, README at 5a296af. ``python -m
 benchmarks.published_fsdp FILE.csv`` runs on another file in llm-foundry's format, with one GPU model.
 
-MPT has GELU, learned positions, LayerNorm in 16 bits and a vocabulary of 50,368, and wasn't compiled. We
-assume that "DEFAULT" reduces gradients in float32 and "PURE" in bfloat16. Its attention is the first
-generation of FlashAttention, in Triton (attn_impl in scripts/train/benchmarking/submit_benchmarks.py; sweep.py
-in the same folder uses the CUDA version of that time for some models). Rows in fp8 are left out. The network of the
-H100s isn't stated, so we assume 400 Gb/s per GPU; A100s had 1,600 Gb/s of RoCE per host.
+MPT has GELU, learned positions, LayerNorm in 16 bits and a vocabulary of 50,368, and wasn't
+compiled. We assume that "DEFAULT" reduces gradients in float32 and "PURE" in bfloat16. Its
+attention is the first generation of FlashAttention, in Triton (attn_impl in
+scripts/train/benchmarking/submit_benchmarks.py; sweep.py in the same folder uses the CUDA version
+of that time for some models). Rows in fp8 are left out. The network of the H100s isn't stated, so
+we assume 400 Gb/s per GPU; A100s had 1,600 Gb/s of RoCE per host.
 
 IBM used 128 A100s with 80 GB and 400 Gb/s per host, sequence length 4096, batch 2, torch.compile and bfloat16
 reduction. Its rotary embeddings use real numbers, which can be fused; ours are complex and can't be.
 
-One figure is fitted in each table, to the row named there: the efficiency of arithmetic. How much GPUs
-vary was measured elsewhere (SPREAD). NCCL's kernels take two multiprocessors per network adapter of the host from
-the kernels that they run alongside (CostModel.collective_processors has the source).
+One figure is fitted in each table, to the row named there: the efficiency of arithmetic. How much
+GPUs vary was measured elsewhere (SPREAD). NCCL's kernels take two multiprocessors per network
+adapter of the host from the kernels that they run alongside (CostModel.collective_processors has
+the source).
 """
 
 import csv
@@ -189,14 +191,14 @@ _SEEN = (
     "aren't errors on unseen rows."
 )
 _WHY = (
-    "The largest error, for 30b with sequence length 8192 on eight GPUs, is unexplained. Parameters, "
-    "gradients and optimizer state take 60 of the 80 GB there, so PyTorch's allocator may have had to free "
-    "memory and request it again. From 128 to 512 GPUs, 3b lost 7.5%. The slowest GPU and the "
-    "multiprocessors that NCCL takes explain a third of that. A latency of 40 µs per step of the ring "
-    "would explain another third, but it isn't in the model: it's ten times NCCL's own figure, although "
-    "the all-gathers of the Ultra-Scale Playbook agree with it (250 GB/s on one host and 11 on 64 correspond to "
-    "38 µs per step, and 300 GB/s). The rest may come from slow hosts (in MegaScale, Jiang et al., 2024, "
-    "0.5% of the hosts are 10% slower)."
+    "The largest error, for 30b with sequence length 8192 on eight GPUs, is unexplained. "
+    "Parameters, gradients and optimizer state take 60 of the 80 GB there, so PyTorch's allocator "
+    "may have had to free memory and request it again. From 128 to 512 GPUs, 3b lost 7.5%. The "
+    "slowest GPU and the multiprocessors that NCCL takes explain a third of that. A latency of 40 "
+    "µs per step of the ring would explain another third, but it isn't in the model: it's ten "
+    "times NCCL's own figure, although the all-gathers of the Ultra-Scale Playbook agree with it "
+    "(250 GB/s on one host and 11 on 64 correspond to 38 µs per step, and 300 GB/s). The rest may "
+    "come from slow hosts (in MegaScale, Jiang et al., 2024, 0.5% of the hosts are 10% slower)."
 )
 
 

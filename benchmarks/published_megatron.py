@@ -5,11 +5,12 @@ Sources: Narayanan et al., 2021, Efficient large-scale language model training o
 Korthikanti et al., 2022, Reducing activation recomputation in large transformer models (table 5).
 The docstring of ``vgpu/plan/megatron.py`` explains how the time of a step is predicted.
 
-Two figures are fitted, to the first and the last row of the first paper: the efficiencies of arithmetic
-and memory, as fractions of the A100's peaks. The table also shows predictions fitted to the first row alone, with
-CostModel's default for memory. How much GPUs vary was measured elsewhere (SPREAD). The second paper is
-predicted with the same two figures. It used a later Megatron-LM, which all-reduces gradients while the next matmul
-runs, and whose 1000B model takes 8% less time than the first paper's with the same layout.
+Two figures are fitted, to the first and the last row of the first paper: the efficiencies of
+arithmetic and memory, as fractions of the A100's peaks. The table also shows predictions fitted to
+the first row alone, with CostModel's default for memory. How much GPUs vary was measured elsewhere
+(SPREAD). The second paper is predicted with the same two figures. It used a later Megatron-LM,
+which all-reduces gradients while the next matmul runs, and whose 1000B model takes 8% less time
+than the first paper's with the same layout.
 """
 
 from typing import NamedTuple

@@ -1,13 +1,14 @@
 """Predict runs with float8, context parallelism and experts that others measured.
 
 Sources: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (tables 1 to 4) and
-asyncTP_llama3_h100_2025-06_torchtitan.md, on the H100s of ``published.py``: float8 with one scale per
-tensor, torch.compile. NVIDIA-NeMo/Automodel, docs/performance-summary.md of October 2025 with
-examples/benchmark/configs/qwen3_moe_30b_te_deepep.yaml: Qwen3 30B on eight H100s with 80 GB, FSDP2, a
-router that keeps experts equally busy, full recomputation. That router is ``FakeBalancedGate`` in
-nemo_automodel/components/moe/layers.py (at 89e3a9f), which gives a token eight consecutive experts, all on one
-of the eight ranks; DeepEP sends a token once to each rank that has any of its experts. Its attention is
-Transformer Engine's, which is cuDNN's on an H100 and about as fast as FlashAttention-3 (vgpu/time/costs.py).
+asyncTP_llama3_h100_2025-06_torchtitan.md, on the H100s of ``published.py``: float8 with one scale
+per tensor, torch.compile. NVIDIA-NeMo/Automodel, docs/performance-summary.md of October 2025 with
+examples/benchmark/configs/qwen3_moe_30b_te_deepep.yaml: Qwen3 30B on eight H100s with 80 GB, FSDP2,
+a router that keeps experts equally busy, full recomputation. That router is ``FakeBalancedGate`` in
+nemo_automodel/components/moe/layers.py (at 89e3a9f), which gives a token eight consecutive experts,
+all on one of the eight ranks; DeepEP sends a token once to each rank that has any of its experts.
+Its attention is Transformer Engine's, which is cuDNN's on an H100 and about as fast as
+FlashAttention-3 (vgpu/time/costs.py).
 
 The one fitted figure is that of ``published.py``, from a row in bfloat16. Steps are extrapolated from four
 and five layers. We leave out FSDP2's float8 all-gathers, and asynchronous float8 gathers that torch.compile
@@ -47,23 +48,25 @@ _SHORT, _TWICE, _FOUR_TIMES, _EIGHT_TIMES = (
 )  # 8B, by length, from 32,768 tokens on
 _LARGE = 76, 47, 31, 16  # 405B in table 6, by the same lengths, with tp 8 and pp 8
 _WHY = (
-    "The predicted gain of asynchronous tensor parallelism with float8 is too small, since only reduce-scatters are split "
-    "into pieces here, not gathers.\n\n"
-    "The two longest sequences are unexplained: no model in which attention's work grows with the length could "
-    "match both them and the other two. If the seconds per token kept growing beyond 65,536 tokens as they do up "
+    "The predicted gain of asynchronous tensor parallelism with float8 is too small, since only "
+    "reduce-scatters are split into pieces here, not gathers.\n\nThe two longest sequences are "
+    "unexplained: no model in which attention's work grows with the length could match both them "
+    "and the other two. If the seconds per token kept growing beyond 65,536 tokens as they do up "
     f"to there, the speed would be {_on_a_line(_SHORT, _TWICE, 4):,.0f} tokens/s at 131,072 and "
-    f"{_on_a_line(_SHORT, _TWICE, 8):,.0f} at 262,144; {_FOUR_TIMES:,} and {_EIGHT_TIMES} were published. Context "
-    "parallelism isn't slow in itself: in table 6 of torchtitan's llama3_h100_202412_torchtitan.md, 405B on 512 "
-    f"GPUs of the same kind reaches {_LARGE[2]} and {_LARGE[3]} tokens/s at these lengths, where its first two "
-    f"figures, {_LARGE[0]} and {_LARGE[1]}, would give {_on_a_line(*_LARGE[:2], 4):.0f} and "
-    f"{_on_a_line(*_LARGE[:2], 8):.0f}. The prediction follows torchtitan's default at 9dec370, the commit that "
-    "is named in that file (keys and values are gathered, and each rank has a chunk from the start and one from the end); "
-    "whether the published runs did the same isn't stated. Without such balancing, the last of 4 or 8 ranks takes "
-    "1.75 or 1.88 times the mean, which is about what attention took in these two rows; but the last of 2 takes "
-    "1.5 times, and attention took 1.2 times in that row. In the two shorter rows, a fifth to a third of "
-    "attention's time is missing from the prediction: their GPUs were limited to 500 W, and the speed of "
-    "FlashAttention-2 was measured on others.\n\n"
-    "The GPUs of Qwen3's row weren't limited to 500 W, unlike those of the row that arithmetic is fitted to."
+    f"{_on_a_line(_SHORT, _TWICE, 8):,.0f} at 262,144; {_FOUR_TIMES:,} and {_EIGHT_TIMES} were "
+    "published. Context parallelism isn't slow in itself: in table 6 of torchtitan's "
+    f"llama3_h100_202412_torchtitan.md, 405B on 512 GPUs of the same kind reaches {_LARGE[2]} and "
+    f"{_LARGE[3]} tokens/s at these lengths, where its first two figures, {_LARGE[0]} and "
+    f"{_LARGE[1]}, would give {_on_a_line(*_LARGE[:2], 4):.0f} and "
+    f"{_on_a_line(*_LARGE[:2], 8):.0f}. The prediction follows torchtitan's default at 9dec370, "
+    "the commit that is named in that file (keys and values are gathered, and each rank has a "
+    "chunk from the start and one from the end); whether the published runs did the same isn't "
+    "stated. Without such balancing, the last of 4 or 8 ranks takes 1.75 or 1.88 times the mean, "
+    "which is about what attention took in these two rows; but the last of 2 takes 1.5 times, and "
+    "attention took 1.2 times in that row. In the two shorter rows, a fifth to a third of "
+    "attention's time is missing from the prediction: their GPUs were limited to 500 W, and the "
+    "speed of FlashAttention-2 was measured on others.\n\nThe GPUs of Qwen3's row weren't limited "
+    "to 500 W, unlike those of the row that arithmetic is fitted to."
 )
 
 
@@ -117,11 +120,12 @@ def main() -> str:
     lines = [
         "## Float8, context parallelism and experts, predicted",
         "",
-        "These are runs of Llama 3.1 with float8 matmuls and torch.compile (torchtitan), and of Qwen3 30B "
-        "(NeMo AutoModel); the docstring of `benchmarks/published_methods.py` explains the method. Nothing is "
-        f"fitted to these rows: arithmetic reaches {costs['arithmetic_share']:.3f} of the peak, even in float8, "
-        "as fitted to the first of the published training runs above. The trivial predictor gives every row "
-        "that run's FLOP/s.",
+        "These are runs of Llama 3.1 with float8 matmuls and torch.compile (torchtitan), and of "
+        "Qwen3 30B (NeMo AutoModel); the docstring of `benchmarks/published_methods.py` explains "
+        "the method. Nothing is fitted to these rows: arithmetic reaches "
+        f"{costs['arithmetic_share']:.3f} of the peak, even in float8, as fitted to the first of "
+        "the published training runs above. The trivial predictor gives every row that run's "
+        "FLOP/s.",
         "",
         "| model | GPUs | layout, batch, recompute | tokens/s/GPU, published | predicted | error | trivial |",
         "|---|---|---|---|---|---|---|",

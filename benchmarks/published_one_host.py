@@ -1,12 +1,13 @@
 """Predict Megatron-LM on one host of eight A100s: small layers, whose kernels wait for the host.
 
 The source is the table of single-node measurements in VIA-Research/vTrain (every second row is in
-``rows/vtrain_one_host.csv``): 8 A100s with 80 GB and NVSwitch, float16, vocabulary 51,200, a feed-forward layer
-with four times the width, full recomputation. ``python -m benchmarks.published_one_host FILE.csv`` runs on another
-file in that format.
+``rows/vtrain_one_host.csv``): 8 A100s with 80 GB and NVSwitch, float16, vocabulary 51,200, a
+feed-forward layer with four times the width, full recomputation. ``python -m
+benchmarks.published_one_host FILE.csv`` runs on another file in that format.
 
-One figure is fitted, to one row (``FITTED``): the efficiency of arithmetic. Memory is assumed to reach 0.87 of
-its peak, as BabelStream does on an A100. The host's time per call is ``vgpu.plan.megatron.CALL_S``.
+One figure is fitted, to one row (``FITTED``): the efficiency of arithmetic. Memory is assumed to
+reach 0.87 of its peak, as BabelStream does on an A100. The host's time per call is
+``vgpu.plan.megatron.CALL_S``.
 """
 
 import csv
@@ -82,12 +83,13 @@ def main(path: Path = ROWS) -> str:
     lines = [
         "## Megatron-LM on one host, predicted",
         "",
-        f"These are {len(rows)} rows of vTrain's measurements, in milliseconds per iteration on up to eight "
-        "A100s. Fitted to one of them (16 layers of width 2048, TP 2 × DP 4, micro-batches of 8), arithmetic "
-        f"reaches {shares.arithmetic:.3f} of its peak. The mean error is {mean(errors):.1%} and the median "
-        f"{statistics.median(map(abs, errors)):.1%}; the trivial predictor's mean error is {mean(trivial):.1%}. "
-        f"{ordered} The host's time per call, how it overlaps with the GPU's, memory's efficiency and the fitted row were "
-        "chosen with these rows in view, so these aren't errors on unseen rows.",
+        f"These are {len(rows)} rows of vTrain's measurements, in milliseconds per iteration on up "
+        "to eight A100s. Fitted to one of them (16 layers of width 2048, TP 2 × DP 4, "
+        f"micro-batches of 8), arithmetic reaches {shares.arithmetic:.3f} of its peak. The mean "
+        f"error is {mean(errors):.1%} and the median {statistics.median(map(abs, errors)):.1%}; "
+        f"the trivial predictor's mean error is {mean(trivial):.1%}. {ordered} The host's time per "
+        "call, how it overlaps with the GPU's, memory's efficiency and the fitted row were chosen "
+        "with these rows in view, so these aren't errors on unseen rows.",
         "",
         "The next table groups the rows by tensor-parallel size, width and micro-batch. Its first mean "
         "error is signed.",
@@ -109,18 +111,19 @@ def main(path: Path = ROWS) -> str:
 
 
 _WHY = (
-    "The errors aren't noise. Within each group, a time per layer and a constant, both for a micro-batch "
-    "and for the update, reproduce the rows without a pipeline to within 0.9% on average in the worst "
-    "group and 0.2% in half of the groups. So all rows of a group have the same error.\n\n"
-    "Without tensor parallelism, a layer's time is right, and the last matmul is too fast in the model: "
-    "1,024 tokens take 4.0 ms more at width 2048 than at 1024, which is 80 TFLOP/s for matmuls with 51,200 "
-    "columns. With half as many columns (TP 2), they take no longer than predicted. This is unexplained, and "
-    "causes most of the errors of -6 to -14% in these rows.\n\n"
-    "The host's time for the same calls differs from group to group. Where the GPU waits for the host, a layer "
-    "takes 3.3 to 3.6 ms per micro-batch with TP 2 or 4. But it takes 2.7 ms with TP 4, width 2048 and "
-    "micro-batches of 2, which is less than at half the width, and 3.7 to 5.0 ms with TP 8, where the time falls "
-    "as micro-batches grow (5.0, 4.0 and 3.7 ms for 1, 2 and 4 at width 1024). This is unexplained, too, and "
-    "causes the errors of +12 to +23% and those with TP 8; no model of the work could predict it."
+    "The errors aren't noise. Within each group, a time per layer and a constant, both for a "
+    "micro-batch and for the update, reproduce the rows without a pipeline to within 0.9% on "
+    "average in the worst group and 0.2% in half of the groups. So all rows of a group have the "
+    "same error.\n\nWithout tensor parallelism, a layer's time is right, and the last matmul is "
+    "too fast in the model: 1,024 tokens take 4.0 ms more at width 2048 than at 1024, which is 80 "
+    "TFLOP/s for matmuls with 51,200 columns. With half as many columns (TP 2), they take no "
+    "longer than predicted. This is unexplained, and causes most of the errors of -6 to -14% in "
+    "these rows.\n\nThe host's time for the same calls differs from group to group. Where the GPU "
+    "waits for the host, a layer takes 3.3 to 3.6 ms per micro-batch with TP 2 or 4. But it takes "
+    "2.7 ms with TP 4, width 2048 and micro-batches of 2, which is less than at half the width, "
+    "and 3.7 to 5.0 ms with TP 8, where the time falls as micro-batches grow (5.0, 4.0 and 3.7 ms "
+    "for 1, 2 and 4 at width 1024). This is unexplained, too, and causes the errors of +12 to +23% "
+    "and those with TP 8; no model of the work could predict it."
 )
 
 

@@ -173,22 +173,20 @@ def main() -> str:
         for name in CASES
     )
     return (
-        "## An operation on a virtual GPU\n\n"
-        "One thread runs `x + x` on 4x4 tensors, and forward and backward through 12 small modules. The rows take "
-        f"turns, in {ROUNDS} rounds; in a round, what counts is the fastest of {BURSTS} bursts of {CALLS} operations, and "
-        f"the fastest of {BURSTS // 4} steps. The table has the median over the rounds, with the middle half in "
-        "parentheses. Ratios are relative to a virtual GPU in the same round. The aim is at most 8 µs for an "
-        "operation on shapes.\n\n"
-        "| | x + x, µs | ratio | step, ms | ratio |\n|---|---|---|---|---|\n"
-        f"{rows}\n\n"
-        f"An operation on a virtual GPU takes {ratios(adds[VIRTUAL], adds[FAKE])} of FakeTensorMode's time (aim: "
-        "at most 0.25).\n\n"
-        f"A ResNet-50 training step on 8 images of 128x128, measured in turns, takes "
-        f"{spread(taken['cpu'], 2)} s on the CPU and {spread(taken['vgpu:0'], 2)} s on a virtual GPU, "
-        f"{ratios(taken['vgpu:0'], taken['cpu'])} times as long (aim: at most 1.15).\n\n"
-        f"A one-element tensor takes {cpu_bytes:.0f} bytes of resident memory on the CPU, "
-        f"{virtual_bytes:.0f} on a virtual GPU and {shape_bytes:.0f} as a shape, including its value. A "
-        "larger tensor takes correspondingly more.\n"
+        "## An operation on a virtual GPU\n\nOne thread runs `x + x` on 4x4 tensors, and forward "
+        f"and backward through 12 small modules. The rows take turns, in {ROUNDS} rounds; in a "
+        f"round, what counts is the fastest of {BURSTS} bursts of {CALLS} operations, and the "
+        f"fastest of {BURSTS // 4} steps. The table has the median over the rounds, with the "
+        "middle half in parentheses. Ratios are relative to a virtual GPU in the same round. The "
+        "aim is at most 8 µs for an operation on shapes.\n\n| | x + x, µs | ratio | step, ms | "
+        f"ratio |\n|---|---|---|---|---|\n{rows}\n\nAn operation on a virtual GPU takes "
+        f"{ratios(adds[VIRTUAL], adds[FAKE])} of FakeTensorMode's time (aim: at most 0.25).\n\nA "
+        "ResNet-50 training step on 8 images of 128x128, measured in turns, takes "
+        f"{spread(taken['cpu'], 2)} s on the CPU and {spread(taken['vgpu:0'], 2)} s on a virtual "
+        f"GPU, {ratios(taken['vgpu:0'], taken['cpu'])} times as long (aim: at most 1.15).\n\nA "
+        f"one-element tensor takes {cpu_bytes:.0f} bytes of resident memory on the CPU, "
+        f"{virtual_bytes:.0f} on a virtual GPU and {shape_bytes:.0f} as a shape, including its "
+        "value. A larger tensor takes correspondingly more.\n"
     )
 
 

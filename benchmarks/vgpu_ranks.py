@@ -139,12 +139,12 @@ def main() -> str:
         [
             "## A two-rank training step on virtual GPUs",
             "",
-            "Two processes with one thread each take a step with one virtual GPU per rank and the same "
-            "step on CPU tensors over gloo, in turn. ResNet-50 has 8 images of 128x128 per rank; the GPT has "
-            f"{LAYERS} layers of width {WIDTH}, and 4 sequences of {TOKENS} tokens per rank. Times are medians "
-            f"of {REPEATS} repeats; the ratio is the median of the ratios within each repeat, followed by "
-            f"their middle half (the aim is at most {AIM}). Both compute the same losses in every repeat, bit for "
-            "bit.",
+            "Two processes with one thread each take a step with one virtual GPU per rank and the "
+            "same step on CPU tensors over gloo, in turn. ResNet-50 has 8 images of 128x128 per "
+            f"rank; the GPT has {LAYERS} layers of width {WIDTH}, and 4 sequences of {TOKENS} "
+            f"tokens per rank. Times are medians of {REPEATS} repeats; the ratio is the median of "
+            "the ratios within each repeat, followed by their middle half (the aim is at most "
+            f"{AIM}). Both compute the same losses in every repeat, bit for bit.",
             "",
             "| | CPU tensors, s | virtual GPUs, s | ratio | middle half |",
             "|---|---|---|---|---|",

@@ -27,7 +27,9 @@ LAST = ("Everyone says what was new to them; where to go next", 10)
 
 PAGE = """# A half-day or full-day workshop
 
-Hand out `{zip}`. It has the cores of {count} lessons, without solutions; its `START.md` explains how to begin. Have everyone run `make lab` at home: only the download needs a network. A laptop with two cores and 8 GB is enough.
+Hand out `{zip}`. It has the cores of {count} lessons, without solutions; its `START.md` explains \
+how to begin. Have everyone run `make lab` at home: only the download needs a network. A laptop \
+with two cores and 8 GB is enough.
 
 ## The half day
 
@@ -37,13 +39,17 @@ Hand out `{zip}`. It has the cores of {count} lessons, without solutions; its `S
 
 {afternoon}
 
-Each lesson gets about {factor:.1f} times as long as its reading, guesses and exercises take. If time runs short, skip an exercise: nothing later needs it.
+Each lesson gets about {factor:.1f} times as long as its reading, guesses and exercises take. If \
+time runs short, skip an exercise: nothing later needs it.
 
 ## How to teach a lesson
 
-Before each surprising cell, a lesson asks for a guess. Have everyone guess, with the buttons or by a show of hands, and only then run the next cell. A wrong guess is the best thing that can happen: ask whoever made it what they were thinking, and let the next cell answer.
+Before each surprising cell, a lesson asks for a guess. Have everyone guess, with the buttons or \
+by a show of hands, and only then run the next cell. A wrong guess is the best thing that can \
+happen: ask whoever made it what they were thinking, and let the next cell answer.
 
-People do exercises alone or in pairs while you walk around. The check tells them what's wrong, so you can ask "what does it expect, and what did yours do?"
+People do exercises alone or in pairs while you walk around. The check tells them what's wrong, \
+so you can ask "what does it expect, and what did yours do?"
 
 {parts}
 """

@@ -33,9 +33,9 @@ def gradients(
     apart = (wrong - slope).abs()
     show(
         fig,
-        f"Line chart of the gradient for x from {x.min():g} to {x.max():g}. The out-of-place version's gradient "
-        f"goes through the finite differences. The one edited through .data is off by up to "
-        f"{apart.max():.2f}, at {(apart > 0.01).float().mean():.0%} of the points.",
+        f"Line chart of the gradient for x from {x.min():g} to {x.max():g}. The out-of-place "
+        "version's gradient goes through the finite differences. The one edited through .data is "
+        f"off by up to {apart.max():.2f}, at {(apart > 0.01).float().mean():.0%} of the points.",
     )
 
 

@@ -472,7 +472,8 @@ def data_parallel_against_ddp(
     right.legend(fontsize=9)
     headline(fig, f"The same {batch_size} images on more GPUs", f"virtual time, {gpu}")
     summary = "; ".join(
-        f"{count} GPU{'s' if count > 1 else ''}: {1e3 * times_s[count][0]:.0f} and {1e3 * times_s[count][1]:.0f} ms"
+        f"{count} GPU{'s' if count > 1 else ''}: {1e3 * times_s[count][0]:.0f} and "
+        f"{1e3 * times_s[count][1]:.0f} ms"
         for count in counts
     )
     show(fig, f"Iteration time and speedup of DataParallel and DDP, by number of GPUs. {summary}.")

@@ -22,6 +22,13 @@ from helpers.plots.style import (
 from vgpu.units import format_bytes, format_seconds
 
 
+def _label_decades(axes: Any) -> None:
+    """Label 1, 2 and 5 of each decade on a logarithmic y axis."""
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
 def cache_steps(prompt: str, answer: str) -> None:
     """Draw a row for each forward pass: its input characters, those in the cache, and the next one.
 
@@ -56,7 +63,7 @@ def cache_steps(prompt: str, answer: str) -> None:
     axes.axis("off")
     title(
         axes,
-        "Each new character adds a column to the cache",
+        "Each new character adds a position to the cache",
         "green: just added; gray: from earlier passes",
     )
     show(
@@ -144,14 +151,15 @@ def forwards(
     )
     axes.set_xticks(tokens, [str(n) for n in tokens])
     axes.minorticks_off()
+    _label_decades(axes)
     legend_beside(axes, fontsize=9)
     title(axes, "Few tokens are memory-bound, many compute-bound", "virtual time, H100")
     first, last = tokens[0], tokens[-1]
     show(
         fig,
-        "Time of a forward pass by its number of tokens, on logarithmic axes: flat at the time it takes to read "
-        f"the weights, then rising with the arithmetic. {first} token: {format_seconds(times_s[first])}; "
-        f"{last} tokens: {format_seconds(times_s[last])}.",
+        "Time of a forward pass by its number of tokens, on logarithmic axes: flat at the time it "
+        f"takes to read the weights, then rising with the arithmetic. {first} token: "
+        f"{format_seconds(times_s[first])}; {last} tokens: {format_seconds(times_s[last])}.",
     )
 
 
@@ -174,20 +182,20 @@ def latency_and_throughput(
         beside: Any = {"textcoords": "offset points", "xytext": (6, 0), "fontsize": 8}
         axes.annotate(f"{batch}: full", (1e3 * wait_s, speed), color=color, va="center", **beside)
     above: Any = {"textcoords": "offset points", "xytext": (-5, 4), "fontsize": 8, "ha": "right"}
-    for points, bend, color in zip(curves.values(), bends, SERIES, strict=False):
+    below: Any = {"textcoords": "offset points", "xytext": (5, -13), "fontsize": 8}
+    sides = itertools.chain([above], itertools.repeat(below))  # the first curve is the highest
+    for points, bend, color, side in zip(curves.values(), bends, SERIES, sides, strict=False):
         for (small, *low), (large, *high) in itertools.pairwise(points):
             if small <= bend < large:
                 share = math.log(bend / small) / math.log(large / small)
                 x, y = (a * (b / a) ** share for a, b in zip(low, high, strict=True))
                 axes.plot(1e3 * x, y, "|", ms=16, mew=2, color="black")
-                axes.annotate(f"{bend:.0f} users", (1e3 * x, y), color=color, **above)
+                axes.annotate(f"{bend:.0f} users", (1e3 * x, y), color=color, **side)
     first = next(iter(curves.values()))[0]  # the curves start at almost the same point
     place = 1e3 * first[1], first[2]
     axes.annotate("1 user  ", place, fontsize=8, ha="right", va="center")
     axes.set(xlabel="time per token for each user (ms)", ylabel="tokens/s, all users", yscale="log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_minor_locator(NullLocator())
+    _label_decades(axes)
     axes.margins(x=0.2)  # room for the last batch size
     axes.set_xlim(left=0)
     legend_beside(axes, fontsize=9)
@@ -215,6 +223,7 @@ def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]]) ->
             values = [by_rate[rate][place] for rate in rates]
             axes.plot(rates, values, marker=marker, ms=4, color=color, label=name)
         axes.set(xlabel="requests/s", ylabel=label, yscale="log", xlim=(0, None))
+        _label_decades(axes)
     legend_beside(panels[-1], fontsize=9)
     headline(
         fig,

@@ -399,7 +399,10 @@ def _alt(record: Timeline, lanes: Mapping[str, list[TraceEvent]]) -> str:
                 kinds[kind] = covering_s / record.makespan_s
         shares = ", ".join(f"{kind} {share:.0%}" for kind, share in kinds.items())
         summary.append(f"{name} {shares or 'idle'}")
-    return f"Bars in lanes, spanning {format_seconds(record.makespan_s)}. By share of that time: {'; '.join(summary)}."
+    return (
+        f"Bars in lanes, spanning {format_seconds(record.makespan_s)}. By share of that time: "
+        f"{'; '.join(summary)}."
+    )
 
 
 def lanes_of(

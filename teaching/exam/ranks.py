@@ -198,7 +198,10 @@ def _hint_for_words(yours: torch.Tensor, expected: torch.Tensor, words: int) -> 
     if torch.equal(yours.double(), expected.double()):
         return "The indices are right. Return them as integers."
     if torch.equal(yours % words, expected % words):
-        return "The indices are right within each rank's part. A rank's words start at rank times the size of a part."
+        return (
+            "The indices are right within each rank's part. A rank's words start at rank times the "
+            "size of a part."
+        )
     if ((yours - expected).abs() <= expected / 100).all():
         return "Close: 16-bit floats have 8 or 11 bits for an integer, too few for a word's index."
     return "First find each rank's largest logit and its index, then the largest of those."

@@ -258,7 +258,7 @@ def pipeline_stage(sizes: TransformerSizes, part: StageLayers) -> Transformer:
 # PyTorch's own code
 
 
-TENSOR_PLAN = {  # between the matmuls, each rank has a part of every sequence: Shard(1)
+TENSOR_PLAN = {  # outside attention and feed_forward, each rank has a part of every sequence
     "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "blocks.*.*_norm": SequenceParallel(),
     "blocks.*.attention": PrepareModuleInput(
@@ -282,9 +282,10 @@ TENSOR_PLAN = {  # between the matmuls, each rank has a part of every sequence: 
 def apply_tp(model: Transformer, mesh: DeviceMesh, casts: LastCast | None = None) -> None:
     """Shard each layer across the ranks of a one-dimensional mesh, in place.
 
-    Between the layers, each rank holds a part of every sequence (sequence parallelism, Korthikanti
-    et al., 2022). The logits stay sharded by vocabulary: compute the loss in ``loss_context``. For
-    a model in float8, pass its ``casts``, so that inputs and gradients are gathered in float8.
+    Outside attention and the MLP, each rank holds a part of every sequence (sequence parallelism,
+    Korthikanti et al., 2022). The logits stay sharded by vocabulary: compute the loss in
+    ``loss_context``. For a model in float8, pass its ``casts``, so that inputs and gradients are
+    gathered in float8.
     """
     styles: dict[str, ParallelStyle] = {**TENSOR_PLAN, "positions": TENSOR_PLAN["embedding"]}
     if casts is not None:

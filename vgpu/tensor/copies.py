@@ -27,6 +27,7 @@ from vgpu.tensor.refusals import refuse_tangents
 from vgpu.tensor.tensor import (
     ShapeTensor,
     VirtualTensor,
+    block_of,
     make_shape,
     refresh,
     unwrap,
@@ -67,6 +68,8 @@ def to_copy(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 def copy_(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     target, source, *rest = args
     refuse_tangents(args)
+    if _is_same_view(target, source):
+        return target
     read = source if observer.recording is None else observer.recording.before_copy(source)
     if not _are_same_values(target, read):
         values_of(target).copy_(values_of(read), *rest, **kwargs)
@@ -80,6 +83,27 @@ def copy_(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 def _waits(args: Args, kwargs: Kwargs) -> bool:
     """Whether the host waits for ``copy_`` if it copies between the host and a GPU."""
     return not (kwargs.get("non_blocking") or args[2:3] == (True,))
+
+
+def _is_same_view(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether both are the same view of the same memory; torch's ``copy_`` then launches no kernel.
+
+    So DDP's reducer copies nothing from a bucket to gradients that are views of it. Its own check,
+    ``is_alias_of``, compares storages, which virtual tensors don't have.
+    """
+    return (
+        isinstance(target, VirtualTensor)
+        and isinstance(source, VirtualTensor)
+        and target.layout is source.layout is torch.strided
+        and target._gpu is source._gpu is not HOST
+        and block_of(target) is block_of(source)
+        and target.storage_offset() == source.storage_offset()
+        and target.stride() == source.stride()
+        and target.size() == source.size()
+        and target.dtype is source.dtype
+        and target.is_conj() == source.is_conj()
+        and target.is_neg() == source.is_neg()
+    )
 
 
 def _are_same_values(target: torch.Tensor, source: torch.Tensor) -> bool:
@@ -150,7 +174,7 @@ def copy_shape_(func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode) ->
         if host_keeps_values:
             return target
         raise has_values(target, "copy_")
-    if observer.recording is not None:
+    if observer.recording is not None and not _is_same_view(target, source):
         observer.recording.before_copy(source)
         observer.recording.after_copy(source, target, in_place=True, waits=_waits(args, kwargs))
     return target

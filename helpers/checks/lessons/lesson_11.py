@@ -377,7 +377,7 @@ def make_the_tower_fit(answer: Callable[[nn.Module, torch.Tensor], Any]) -> dict
             raise Wrong(
                 yours=f"a part of {min(samples):,} samples",
                 expected=f"parts of at least {_LEAST_PART:,}",
-                hint="Small parts leave the GPU idle. Save the rest with checkpoints.",
+                hint="Small parts leave the GPU idle. Save the rest by checkpointing.",
             )
         if peak > _MOST_BYTES:
             raise Wrong(

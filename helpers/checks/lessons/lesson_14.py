@@ -108,15 +108,16 @@ def mesh_for(answer: Callable[[int, int, int], Any]) -> dict[str, Any]:
         network=vgpu.NETWORKS["InfiniBand NDR"],
         gpus_per_host=gpus_per_host,
     )
-    reversed_groups = _groups_by_name(sizes[::-1], names[::-1])
+    order = sorted(_DIMENSIONS, key=lambda name: name != "tensor")
+    tensor_first = _groups_by_name([len(groups[name][0]) for name in order], order)
     times = (
         format_seconds(cost.group_time_s("all_reduce", 2**30, each["tensor"][0]))
-        for each in (groups, reversed_groups)
+        for each in (groups, tensor_first)
     )
     return {
         "rank 0's groups": ", ".join(f"{name} {groups[name][0]}" for name in _DIMENSIONS)
         + f" with {given}",
-        "an all-reduce of 1 GiB in a tensor group": "{}; in the reverse order, {} (H100s, "
+        "an all-reduce of 1 GiB in a tensor group": '{}; with "tensor" first, {} (H100s, '
         "InfiniBand NDR)".format(*times),
     }
 

@@ -108,7 +108,16 @@ def cache_of_one_gpu(answer: Callable[..., Any]) -> dict[str, Any]:
         shown[f"Llama {name}'s heads, {sizes.layers} layers, {bits} bits, tp {tp}"] = (
             f"{format_bytes(right)} for {sequences} sequences of {tokens:,} tokens"
         )
-    return shown
+    fits = {}  # the question that the exercise asks
+    for gpus, bits, format_name in ((4, 16, "bfloat16"), (8, 8, "float8")):
+        server = Server(LLAMA["70B"], gpus, weight_bits=bits, cache_bits=bits)
+        caches = answer(server.sizes, 100, 16_000, bits, gpus)
+        room = server.cache_tokens * server.cache_bytes_per_token
+        fits[f"100 documents of 16,000 tokens, 70B in {format_name} on {gpus} H100s"] = (
+            f"{'yes' if caches <= room else 'no'}: {format_bytes(caches)} on each GPU, where the weights "
+            f"leave {format_bytes(room)}"
+        )
+    return {**fits, **shown}
 
 
 def _hint_for_bytes(found: float, right: int, sizes: TransformerSizes, tp: int, bits: int) -> str:

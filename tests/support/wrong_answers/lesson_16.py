@@ -27,7 +27,7 @@ def launch_delays(rows):
 _READING = {
     "A": ("loader", 15.0),
     "B": ("straggler", 2),
-    "C": ("launches", 0.43),
+    "C": ("launches", 0.42),
     "D": ("gather", 2.5),
     "E": ("bubble", 0.40),
     "F": ("item", 24),
@@ -118,7 +118,7 @@ WRONG = {
         (_reading(C=("bubble", 0.66)), "A pipeline sends and receives"),
         (_reading(F=("launches", 0.7)), "right after its launch"),
         (_reading(B=("straggler", 0)), "whose GPU computes longest"),
-        (_reading(C=("launches", 0.57)), "one minus the right one"),
+        (_reading(C=("launches", 0.58)), "one minus the right one"),
         (_reading(C=("launches", 43)), "a percentage"),
         (_reading(A=("loader", 15_000)), "in µs: return"),
         (_reading(A=("loader", 0.015)), "in seconds: return"),

@@ -46,6 +46,22 @@ def test_views_launch_nothing():
     assert timeline.events == [] and timeline.makespan_s == 0
 
 
+def test_a_copy_between_two_equal_views_launches_nothing():
+    for shapes in (False, True):
+        with vgpu.shapes_only() if shapes else nullcontext():
+            x = torch.ones(10, 10, device="vgpu:0")
+            host = torch.ones(10)
+            with vgpu.record(COSTS) as timeline:
+                x[2:4].copy_(x[2:4])
+                x.view(100)[20:40].copy_(x[2:4].flatten())
+                host[2:4].copy_(host[2:4])
+            assert timeline.events == []
+            with vgpu.record(COSTS) as timeline:
+                x[2:4].copy_(x[4:6])
+                x[2:4].copy_(torch.empty(2, 10, device="vgpu:0"))
+            assert [event.name for event in timeline.events] == ["copy"] * 2
+
+
 def test_a_batched_matmul_launches_one_operation():
     x, weight = torch.ones(2, 3, 4, device="vgpu:0"), torch.ones(4, 5, device="vgpu:0")
     for shapes in (False, True):
