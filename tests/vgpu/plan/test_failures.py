@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from vgpu.plan.estimate import (
+from vgpu.plan.failures import (
     Goodput,
     best_interval_s,
     expected_goodput,
