@@ -178,7 +178,9 @@ def test_overlap_labels_the_buffers_the_buckets_and_the_copies(monkeypatch):
     with vgpu.enable(2, gpu="V100"):
         ddp = vgpu.ddp_iteration(model, (64, 512), (64, 512), 2)
     plots.overlap(ddp, "DDP")
-    assert "buffers, 1 MiB, 1.01 MiB, copies out of the buckets, then the optimizer." in shown[0], shown
+    assert "buffers, 1 MiB, 1.01 MiB, copies out of the buckets, then the optimizer." in shown[0], (
+        shown
+    )
     # Autograd launches the copies out of the buckets, but they aren't part of backward.
     events = ddp.of(ddp.devices[0])
     backward = [event for event in events if event.backward and event.kind == "kernel"]
