@@ -14,11 +14,21 @@ _ARGUMENTS = "Keep the stub's name and arguments: the check calls it with them."
 _OF_NONE = (
     "Something there is None: a function without a return returns None, and so does list.append."
 )
+_OF_HOOK = (
+    "What a hook returns counts: a gradient's hook returns None or the new gradient, and a "
+    "post-accumulate hook returns None. A lambda returns its value, so write a def."
+)
 # Patterns in errors, each with advice; the first match counts.
 _HINTS = (
     (r"^NameError", "Compare the spelling with the definition; then run the cells above again."),
     (r"^RecursionError", "A recursive function needs a case in which it doesn't call itself."),
     (r"positional argument|unexpected keyword|multiple values for argument", _ARGUMENTS),
+    (r"hook returned '|hooks should return None", _OF_HOOK),
+    (
+        r"must return a torch.futures.Future",
+        "DDP's communication hook must return a future: dist.all_reduce(tensor, async_op=True)"
+        ".get_future().then(…), whose function returns the bucket's averaged tensor.",
+    ),
     (r"NoneType", _OF_NONE),
     (
         r"same device|should be the same",

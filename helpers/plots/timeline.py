@@ -47,6 +47,7 @@ def timeline(
     devices: Sequence[torch.device] | None = None,
     lane_names: Sequence[str] | None = None,
     notes: Mapping[str, tuple[int, float, float]] | None = None,
+    ddp: bool = False,
 ) -> None:
     """Draw a recording, one lane for each stream of each GPU, with ``message`` as the title.
 
@@ -54,8 +55,9 @@ def timeline(
     arrives and is hatched until the last rank has arrived, and the host's lane also shows when rank 0's
     host works. ``until_s`` is the end of the axis; set it to draw multiple recordings on one scale.
     ``devices`` are the GPUs to draw, by default all of them. ``lane_names`` are the lanes' names, from top
-    to bottom. ``notes`` are texts to write in a lane, each between two times in seconds. Without ``axes``,
-    a figure is created and shown. Non-default streams whose bars would all be
+    to bottom. ``notes`` are texts to write in a lane, each between two times in seconds. ``ddp`` says that
+    it's an iteration of DDP, whose copies out of the buckets are drawn as other kernels. Without
+    ``axes``, a figure is created and shown. Non-default streams whose bars would all be
     hairlines are left out, and the line below the title says how many.
     """
     end_s = until_s or record.makespan_s or 1.0
@@ -66,6 +68,8 @@ def timeline(
             del every["host"]
             every["host of rank 0"] = _host_of_rank_0(record)
     lanes, left_out = visible(every, end_s)
+    if ddp:
+        lanes = _without_copies_out(lanes)
     if lane_names is not None:
         lanes = dict(zip(lane_names, lanes.values(), strict=True))
     if axes is not None:
@@ -87,21 +91,10 @@ def timeline(
 
 
 def overlap(record: Timeline, message: str) -> None:
-    """Draw one rank's iteration of DDP, and what each collective is for, with its size.
-
-    The rank's last backward kernels, after the last all-reduce, are its copies out of the buckets.
-    """
+    """Draw one rank's iteration of DDP, and what each collective is for, with its size."""
     events = record.of(record.devices[0])
-    reduced_s = max(event.end_s for event in events if event.name == "all_reduce")
     lanes, left_out = visible(lanes_of(record, devices=record.devices[:1]), record.makespan_s)
-    # Autograd launches the copies, but by then, backward is over.
-    lanes = {
-        name: [
-            event._replace(backward=False, module="") if event.start_s >= reduced_s else event
-            for event in lane
-        ]
-        for name, lane in lanes.items()
-    }
+    lanes = _without_copies_out(lanes)
     assert len(lanes) == 2, f"a lane for computing and one for collectives, not {[*lanes]}"
     fig, axes = figure(width=8.5, height=2.5)
     _draw(axes, record, message, lanes, record.makespan_s, left_out)
@@ -114,14 +107,32 @@ def overlap(record: Timeline, message: str) -> None:
     reduces = [event for event in sends if event.name == "all_reduce"]
     for event in reduces:
         notes[format_bytes(event.size_bytes)] = (event.start_s + event.end_s) / 2, 1, "center"
-    copies = [e for e in events if e.backward and e.start_s >= reduced_s]
-    if copies:
-        notes["out of the buckets"] = copies[-1].end_s, 0, "right"
+    last = [event for event in events if event.start_s >= max(e.end_s for e in reduces)]
+    if last:
+        copies = "copies out of the buckets, then " if any(e.backward for e in last) else ""
+        notes[f"{copies}the optimizer"] = last[-1].end_s, 0, "right"
     for text, (time_s, lane, side) in notes.items():
         place: Any = {"va": "top" if lane else "bottom", "ha": side, "fontsize": 8}
         axes.text(factor * time_s, 1.42 if lane else -0.42, text, **place)
     axes.set_ylim(1.85, -1.05)
     show(fig, f"{_alt(record, lanes)} Labels, from left to right: {', '.join(notes)}.")
+
+
+def _without_copies_out(
+    lanes: Mapping[str, Sequence[TraceEvent]],
+) -> dict[str, list[TraceEvent]]:
+    """Return DDP's events with its copies out of the buckets no longer counted as backward.
+
+    They're what autograd launches after the last all-reduce, when backward is over.
+    """
+    reduced_s = max(e.end_s for lane in lanes.values() for e in lane if e.name == "all_reduce")
+    return {
+        name: [
+            event._replace(backward=False, module="") if event.start_s >= reduced_s else event
+            for event in lane
+        ]
+        for name, lane in lanes.items()
+    }
 
 
 def _with_waiting(events: Sequence[TraceEvent]) -> list[TraceEvent]:

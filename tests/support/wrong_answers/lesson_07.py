@@ -4,6 +4,11 @@ from wrong_answers import template
 
 _AVERAGE = "dist.all_reduce(p.grad); p.grad /= dist.get_world_size()"
 _SEND = "[dist.broadcast(t.detach(), src=0) for t in (*module.parameters(), *module.buffers())]"
+# DDP in HandmadeDDP, with a communication hook that returns the bucket itself.
+_PACKED = (
+    "self.module = nn.parallel.DistributedDataParallel(module); "
+    "self.module.register_comm_hook(None, lambda state, bucket: (bucket.buffer(),))"
+)
 _handmade = template(
     """
 class HandmadeDDP(nn.Module):
@@ -71,6 +76,8 @@ WRONG = {
             "12: one per backward for each of the 4 parameters",
         ),
         (_handmade(hook="p.grad.zero_()"), "No parameter changed"),
+        (_handmade(hook=f"{_AVERAGE}; return p.grad, p"), "a post-accumulate hook returns None"),
+        (_handmade(start=f"{_SEND}; {_PACKED}", hook="pass"), "must return a future"),
         (
             _handmade(
                 start="[dist.broadcast(t, src=0) for t in (*module.buffers(), *module.parameters())]"
