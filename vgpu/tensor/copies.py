@@ -97,7 +97,7 @@ def _is_same_view(target: torch.Tensor, source: torch.Tensor) -> bool:
         and target.layout is source.layout is torch.strided
         and target._gpu is source._gpu is not HOST
         and block_of(target) is block_of(source)
-        and target.storage_offset() == source.storage_offset()
+        and bool(target.storage_offset() == source.storage_offset())
         and target.stride() == source.stride()
         and target.size() == source.size()
         and target.dtype is source.dtype
