@@ -1,7 +1,8 @@
 """The table of collectives: their operators, checks, bytes and times.
 
 Real ranks, virtual clusters, collective counters, the simulator, hang reports and plans read the
-table. To add a collective, add a row.
+table. To add a collective, add a row. ``Call`` tells from the arguments' names which tensors the
+collective reads and writes; if its arguments have other names, extend ``Call``, too.
 
 Sizes are defined as in nccl-tests (doc/PERFORMANCE.md): the size of the full tensor, which is the
 gathered tensor for ``all_gather``, the tensor before scattering for ``reduce_scatter``, one GPU's

@@ -123,6 +123,10 @@ def _raised(number: int, failure: Failure, others: list[RankProcess], world: int
             notes.append(f"Then rank {other.rank} failed: {_summary(other)}")
     if len(others) + 1 < world:
         notes.append("The other ranks were stopped.")
+    if "at start of device string: vgpu" in failure.summary:
+        notes.append(
+            'The ranks have no virtual GPUs: pass a model, as in launch.run(..., gpu="H100").'
+        )
     trace = "" if failure.kind == "unsendable" else _name_cells(failure.traceback)
     error = RankRaised("\n\n".join(filter(None, [text, trace, "\n".join(notes)])))
     if failure.exception is not None:

@@ -77,6 +77,12 @@ except ZeroDivisionError as error:
         ["launch.run was called inside a rank of another launch.run"],
     ),
     Fault(
+        "a tensor on a virtual GPU without gpu=",
+        "torch.ones(2, device='vgpu')",
+        launch.RankRaised,
+        ["device string: vgpu", "have no virtual GPUs: pass a model", 'gpu="H100"'],
+    ),
+    Fault(
         "a result that cannot be pickled",
         "return threading.Lock()",
         launch.RankRaised,
