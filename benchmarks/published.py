@@ -9,9 +9,8 @@ recomputation keeps only the block's input.
 
 One figure is fitted, to the first row: the efficiency of arithmetic on the average GPU, as a
 fraction of the H100's peak. How much GPUs vary is taken from a measurement elsewhere (SPREAD). All
-other figures come from datasheets or are CostModel's defaults. float8 isn't predicted here (see
-published_methods.py). Llama 405B in a pipeline was published only with float8, so two of its
-schedules are compared with each other. Two rows were also published with asynchronous tensor
+other figures come from datasheets or are CostModel's defaults. Rows in float8, among them all of Llama
+405B, are in published_methods.py. Two rows were also published with asynchronous tensor
 parallelism, and are replayed with it. Two things aren't modeled: clocks that fall at a power limit,
 which is the likely reason why the gains of torch.compile and of asynchronous tensor parallelism are
 both overestimated; and, in the tables, the multiprocessors that NCCL's kernels take from the
@@ -76,53 +75,6 @@ ROWS = (
 )
 FITTED = ROWS[0]
 
-
-class Pipelined(NamedTuple):
-    """Llama 405B on 512 GPUs: FSDP 8 × TP 8 × PP 8, batch 32, full recomputation, compiled."""
-
-    chunks: int
-    tokens_per_s: float  # with float8 and asynchronous tensor parallelism
-    reserved_gib: float
-
-    def plan(self, micro_batches: int) -> Plan:
-        layout = Layout(dp_shard=8, tp=8, pp=8)
-        return Plan(
-            LLAMA["405B"],
-            layout,
-            32,
-            SEQUENCE,
-            "full",
-            reshard_after_forward=False,  # torchtitan's choice in a pipeline
-            gpu=GPU,
-            chunks=self.chunks,
-            micro_batches=micro_batches,
-        )
-
-
-PIPELINES = (Pipelined(1, 100, 82.5), Pipelined(2, 128, 72.7))
-_MICRO_BATCHES = (8, 32)
-_PIPELINES = (
-    "Llama 405B ran on 512 GPUs (FSDP 8 × TP 8 × PP 8, batch 32, full recomputation, "
-    "torch.compile) with 1F1B, and with interleaved 1F1B with two chunks. Both were published only "
-    "with float8 and asynchronous tensor parallelism, so we compare their ratio. The number of "
-    "micro-batches wasn't published. 8, the number of stages, was the default at 9dec370, the "
-    "torchtitan commit that was measured (`pipeline_parallel_microbatches` in "
-    "torchtitan/config_manager.py), and 32 is the maximum for a batch of 32."
-)
-_FLOAT8 = (
-    "These predictions are for bfloat16; the section on float8 covers 8B and 70B. With asynchronous tensor "
-    "parallelism, float8 made 70B 1.44 times as fast, and 8B 1.16 times (942 instead of 652 "
-    "tokens/s/GPU, and 5,570 instead of 4,809; asyncTP_llama3_h100_2025-06_torchtitan.md), so bfloat16 "
-    "should be slower than the published figures for 405B by about as much. With asynchronous tensor "
-    "parallelism, the predictions for 1F1B and interleaved 1F1B differ from the published figures by"
-)
-_NOT_KEPT = (
-    "Part of the missing memory may be what PyTorch itself kept at the end of 2024: a buffer to "
-    "receive each micro-batch, from the start of a step to its end, and each stage's outputs until "
-    "their backward passes, both twice if a rank has two chunks (`_prepare_forward_infra` in "
-    "torch/distributed/pipelining/stage.py, torch 2.6). Today's PyTorch keeps neither, nor does this "
-    "prediction."
-)
 _PIECES = (
     "The gain is overestimated, but not because the wrong collectives and matmuls overlap here: PyTorch's "
     "own pass, run on a block compiled for eight ranks, finds the same pairs, with the same copies for "
@@ -187,7 +139,7 @@ def main() -> str:
     lines += ["", f"For 8B: {order(*zip(*of_8b, strict=True))}", ""]
     lines += [*async_tp(rows), ""]
     lines += [_few_and_many({row: found for row, found in rows}), ""]
-    lines += [*pipelines(costs), "", _own_time()]
+    lines += [_own_time()]
     return "\n".join(lines)
 
 
@@ -247,40 +199,6 @@ def _in_products(timeline: vgpu.Timeline) -> float:
     """Return the fraction of a step that the GPU spends in matmuls, including attention's."""
     busy_s = sum(e.end_s - e.start_s for e in timeline.events if e.kind == "kernel" and e.flop)
     return busy_s / timeline.makespan_s
-
-
-def pipelines(costs: dict[str, float]) -> list[str]:
-    """Return a comparison of the 405B schedules, as Markdown."""
-    lines = [
-        _PIPELINES,
-        "",
-        "| micro-batches | | tokens/s/GPU, 1F1B | interleaved | ratio | GiB, 1F1B | interleaved | "
-        "ratio |",
-        "|---|---|---|---|---|---|---|---|",
-        _compared(
-            "not stated", "published", *((p.tokens_per_s, p.reserved_gib) for p in PIPELINES)
-        ),
-    ]
-    off = []
-    for count in _MICRO_BATCHES:
-        for how, async_tp in (("", False), (", async_tp", True)):
-            more = {"fuses": True, "async_tp": async_tp}
-            steps = [predict(p.plan(count), **more, **costs) for p in PIPELINES]
-            each = [(step.tokens_per_s, step.reserved_bytes / 2**30) for step in steps]
-            lines.append(_compared(str(count), f"predicted, bfloat16{how}", *each))
-        whole, chunks = (
-            speed / p.tokens_per_s - 1 for (speed, _), p in zip(each, PIPELINES, strict=True)
-        )
-        off.append(f"{whole:+.0%} and {chunks:+.0%} with {count} micro-batches")
-    return [*lines, "", f"{_FLOAT8} {', '.join(off)}.", "", _NOT_KEPT]
-
-
-def _compared(count: str, how: str, plain: tuple[float, float], other: tuple[float, float]) -> str:
-    (speed, gib), (other_speed, other_gib) = plain, other
-    return (
-        f"| {count} | {how} | {speed:.0f} | {other_speed:.0f} | {other_speed / speed:.2f} | "
-        f"{gib:.1f} | {other_gib:.1f} | {other_gib / gib:.2f} |"
-    )
 
 
 def _few_and_many(found: dict[Row, Step]) -> str:
