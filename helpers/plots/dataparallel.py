@@ -19,6 +19,7 @@ from helpers.plots.style import (
     log2_ticks,
     show,
     stacked_bars,
+    text_near,
     title,
 )
 from vgpu.profiling.memory import OTHER, Snapshot
@@ -92,15 +93,9 @@ def idle_gpus(idle: Mapping[int, int], gpu_count: int) -> None:
     axes.bar(list(idle), list(idle.values()), 0.8, color=COLORS["orange"])
     last = max((size for size, count in idle.items() if count), default=None)
     if last is not None:
-        axes.annotate(
-            f"a batch of {last}",
-            (last, idle[last]),
-            xytext=(0, 16),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-            arrowprops={"arrowstyle": "->", "color": "#555555"},
-        )
+        down: Any = {"arrowstyle": "->", "color": "#555555"}
+        look: Any = {"ha": "center", "fontsize": 9, "arrowprops": down}
+        text_near(axes, f"a batch of {last}", (last, idle[last]), (0, 16), **look)
     axes.set_xticks(range(gpu_count, max(idle) + 1, gpu_count))
     axes.set(xlabel="batch size", ylabel=f"idle GPUs, of {gpu_count}", ylim=(0, gpu_count))
     axes.yaxis.get_major_locator().set_params(integer=True)
@@ -338,14 +333,8 @@ def iteration(steps: Sequence[Snapshot], at_the_peak: Mapping[str, int] | None =
         ends = [x - 0.42 for x in places], [x + 0.42 for x in places]
         axes.hlines(peaks, *ends, color="black", path_effects=rim)
         highest = max(places, key=lambda place: peaks[place])
-        axes.annotate(
-            f"peak {peaks[highest]:.1f}",
-            (highest, peaks[highest]),
-            xytext=(0, 5),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-        )
+        place = highest, peaks[highest]
+        text_near(axes, f"peak {peaks[highest]:.1f}", place, (0, 5), ha="center", fontsize=9)
         axes.set_ylabel(f"{gpu}\nMiB")
     top = max(step.peak_bytes[gpu] for step in steps for gpu in gpus) / MIB
     panels[0].set_ylim(0, 1.25 * top)

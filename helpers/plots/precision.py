@@ -13,6 +13,7 @@ from helpers.plots.style import (
     log2_ticks,
     show,
     stacked_bars,
+    text_near,
     title,
 )
 
@@ -89,7 +90,7 @@ def errors_by_ranks(errors: Mapping[str, Mapping[int, float]]) -> None:
     axes.text(2, 0.011, "1%", fontsize=8, color="#666666", va="bottom")
     ring = next(iter(errors.values()))
     ranks, error = max(ring), ring[max(ring)]
-    axes.annotate(f"{error:.0%}", (ranks, error), (0, 5), textcoords="offset points", ha="center")
+    text_near(axes, f"{error:.0%}", (ranks, error), (0, 5), ha="center")
     log2_ticks(axes, sorted(ring))
     axes.set(yscale="log", ylim=(None, 0.2), xlabel="ranks", ylabel="relative error of the sum")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))

@@ -17,6 +17,7 @@ from helpers.plots.style import (
     headline,
     legend_beside,
     show,
+    text_near,
     title,
 )
 from vgpu.units import format_bytes, format_seconds
@@ -171,16 +172,16 @@ def latency_and_throughput(
         _, waits_s, speeds = zip(*points, strict=True)
         axes.plot([1e3 * s for s in waits_s], speeds, "o-", ms=4, color=color, label=name)
         batch, wait_s, speed = points[-1]
-        beside: Any = {"textcoords": "offset points", "xytext": (6, 0), "fontsize": 8}
-        axes.annotate(f"{batch}: full", (1e3 * wait_s, speed), color=color, va="center", **beside)
-    above: Any = {"textcoords": "offset points", "xytext": (-5, 4), "fontsize": 8, "ha": "right"}
+        look: Any = {"color": color, "va": "center", "fontsize": 8}
+        text_near(axes, f"{batch}: full", (1e3 * wait_s, speed), (6, 0), **look)
     for points, bend, color in zip(curves.values(), bends, SERIES, strict=False):
         for (small, *low), (large, *high) in itertools.pairwise(points):
             if small <= bend < large:
                 share = math.log(bend / small) / math.log(large / small)
                 x, y = (a * (b / a) ** share for a, b in zip(low, high, strict=True))
                 axes.plot(1e3 * x, y, "|", ms=16, mew=2, color="black")
-                axes.annotate(f"{bend:.0f} users", (1e3 * x, y), color=color, **above)
+                look = {"color": color, "ha": "right", "fontsize": 8}
+                text_near(axes, f"{bend:.0f} users", (1e3 * x, y), (-5, 4), **look)
     first = next(iter(curves.values()))[0]  # the curves start at almost the same point
     place = 1e3 * first[1], first[2]
     axes.annotate("1 user  ", place, fontsize=8, ha="right", va="center")

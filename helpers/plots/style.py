@@ -120,6 +120,17 @@ def legend_beside(axes: Axes, **options: Any) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), **{"fontsize": 8, **options})
 
 
+def text_near(
+    axes: Axes,
+    text: str,
+    point: tuple[float, float],
+    offset: tuple[float, float],
+    **options: Any,
+) -> None:
+    """Write ``text`` near a point; ``offset`` is in points, and ``options`` go to ``annotate``."""
+    axes.annotate(text, point, offset, textcoords="offset points", **options)
+
+
 def arrow(
     axes: Axes,
     start: tuple[float, float],

@@ -12,6 +12,7 @@ from helpers.plots.style import (
     log2_ticks,
     show,
     stacked_bars,
+    text_near,
     title,
 )
 from vgpu import Timeline, covered_s
@@ -177,14 +178,8 @@ def speedups(times_s: Mapping[str, Mapping[int, float]], gpu: str) -> None:
     for (name, times), color, marker in zip(times_s.items(), SERIES, "os^D", strict=False):
         gains = [times[1] / times[count] for count in counts]
         axes.plot(counts, gains, marker=marker, color=color, label=name)
-        axes.annotate(
-            f"{gains[-1]:.1f} times",
-            (counts[-1], gains[-1]),
-            (8, 0),
-            textcoords="offset points",
-            va="center",
-            color=color,
-        )
+        end = counts[-1], gains[-1]
+        text_near(axes, f"{gains[-1]:.1f} times", end, (8, 0), va="center", color=color)
         texts.append(
             f"{name}: {', '.join(f'{g:.1f} on {n}' for n, g in zip(counts, gains, strict=True))}"
         )
@@ -211,19 +206,13 @@ def tokens_that_hide(enough: Mapping[str, float], per_token_s: float, sequence: 
     colors = [COLORS[name] for name in ("orange", "green", "purple", "vermilion")]
     for (name, tokens), color in zip(enough.items(), colors, strict=True):
         time_ms = 1e3 * per_token_s * tokens
-        lowest = tokens == min(
-            enough.values()
-        )  # its label is below the line, away from the others'
+        # The lowest one's label is below the line, away from the others'.
+        lowest = tokens == min(enough.values())
         axes.plot(ends, [time_ms] * 2, color=color, label=name)
         axes.plot([tokens], [time_ms], "o", ms=9, mfc="white", mec=color, mew=2)
-        axes.annotate(
-            f"{_two_digits(tokens):,} tokens",
-            (tokens, time_ms),
-            (8, -13) if lowest else (-8, 5),
-            textcoords="offset points",
-            ha="left" if lowest else "right",
-            fontsize=9,
-        )
+        offset, side = ((8, -13), "left") if lowest else ((-8, 5), "right")
+        text = f"{_two_digits(tokens):,} tokens"
+        text_near(axes, text, (tokens, time_ms), offset, ha=side, fontsize=9)
     axes.axvline(sequence, color=COLORS["gray"], ls=":", lw=1.5, label="one sequence")
     axes.set(xscale="log", yscale="log", xlim=(low, high), xlabel="tokens per GPU")
     ticks = [1000 * 4**k for k in range(9) if low <= 1000 * 4**k <= high]
@@ -266,11 +255,7 @@ def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, i
     axes.minorticks_off()
     axes.set_ylabel("million tokens/s, all GPUs")
     axes.legend(loc="upper left", fontsize=9)
-    title(
-        axes,
-        "More GPUs, the same batch",
-        "virtual time; dotted: linear scaling",
-    )
+    title(axes, "More GPUs, the same batch", "virtual time; dotted: linear scaling")
     summary = "; ".join(
         f"{name}: {speed[counts[0]]:.2f} on {counts[0]} GPUs, {speed[counts[-1]]:.2f} on {counts[-1]}"
         for name, speed in speeds.items()
