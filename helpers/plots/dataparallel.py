@@ -299,25 +299,22 @@ def _arrow(
     )
 
 
-def iteration(steps: Sequence[Snapshot], at_the_peak: Mapping[str, int] | None = None) -> None:
+def iteration(steps: Sequence[Snapshot], at_the_peak: Mapping[str, int]) -> None:
     """Plot MiB by cause: a panel per GPU, a stacked bar for the state after each step, peaks marked.
 
     ``at_the_peak`` names the largest tensors at the first GPU's highest peak, with their bytes;
     they are drawn beside its panel, on the same scale, above the rest of that peak.
     """
     gpus = list(steps[-1].by_cause)
-    most = max(step.peak_bytes[gpus[0]] for step in steps)
-    if at_the_peak and sum(at_the_peak.values()) > most:
-        raise ValueError(f"the peak is {most} bytes, fewer than those of {[*at_the_peak]}")
     fig, grid = figure(
         len(gpus),
-        2 if at_the_peak else 1,
+        2,
         width=8,
         height=2.2 * len(gpus),
         sharex="col",
         sharey=True,
         squeeze=False,
-        gridspec_kw={"width_ratios": (3.4, 1)} if at_the_peak else None,
+        gridspec_kw={"width_ratios": (3.4, 1)},
     )
     panels = grid[:, 0]
     places = range(len(steps))
@@ -342,11 +339,9 @@ def iteration(steps: Sequence[Snapshot], at_the_peak: Mapping[str, int] | None =
     panels[0].legend(loc="upper left", ncols=2, fontsize=8)
     others = "GPU 1 doesn't" if len(gpus) == 2 else "the others don't"
     headline(fig, f"GPU 0 holds what {others}", "counted; a line marks the peak")
-    peak = ""
-    if at_the_peak:
-        for axes in grid[1:, 1]:
-            axes.set_axis_off()
-        peak = _pile_up(grid[0, 1], steps, gpus[0], at_the_peak)
+    for axes in grid[1:, 1]:
+        axes.set_axis_off()
+    peak = _pile_up(grid[0, 1], steps, gpus[0], at_the_peak)
     summary = "; ".join(
         f"{gpu} holds "
         + ", ".join(f"{format_bytes(step.total_bytes(gpu))} after {step.step}" for step in steps)

@@ -192,11 +192,11 @@ def speedups(times_s: Mapping[str, Mapping[int, float]], gpu: str) -> None:
     show(fig, f"Line chart of the speedup over one GPU, by number of GPUs. {'; '.join(texts)}.")
 
 
-def tokens_that_hide(enough: Mapping[str, float], per_token_s: float, sequence: int = 8192) -> None:
+def tokens_that_hide(enough: Mapping[str, float], per_token_s: float) -> None:
     """Plot a layer's arithmetic and its communication by tokens per GPU, with a ring where they cross.
 
     ``enough`` maps each of four links to the tokens at which both take the same time; ``per_token_s`` is the
-    arithmetic's time for each token. A dotted line marks one ``sequence``.
+    arithmetic's time for each token. A dotted line marks one sequence of 8192.
     """
     fig, axes = figure(width=8, height=3.8)
     low, high = min(enough.values()) / 3, max(enough.values()) * 3
@@ -213,7 +213,7 @@ def tokens_that_hide(enough: Mapping[str, float], per_token_s: float, sequence: 
         offset, side = ((8, -13), "left") if lowest else ((-8, 5), "right")
         text = f"{_two_digits(tokens):,} tokens"
         text_near(axes, text, (tokens, time_ms), offset, ha=side, fontsize=9)
-    axes.axvline(sequence, color=COLORS["gray"], ls=":", lw=1.5, label="one sequence")
+    axes.axvline(8192, color=COLORS["gray"], ls=":", lw=1.5, label="one sequence")
     axes.set(xscale="log", yscale="log", xlim=(low, high), xlabel="tokens per GPU")
     ticks = [1000 * 4**k for k in range(9) if low <= 1000 * 4**k <= high]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])

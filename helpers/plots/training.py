@@ -101,9 +101,9 @@ def learning_curves(history: Sequence[Mapping[str, float]], device: object) -> N
     )
 
 
-def digit_grid(images: torch.Tensor, titles: Sequence[str], columns: int = 8) -> None:
+def digit_grid(images: torch.Tensor, titles: Sequence[str]) -> None:
     """Show grayscale images (N, H, W), uint8 or float, on any device, each under its title."""
-    columns = min(columns, max(len(images), 1))
+    columns = min(8, max(len(images), 1))
     rows = -(-max(len(images), 1) // columns)
     fig, axes = figure(rows, columns, width=1.05 * columns, height=1.3 * rows, squeeze=False)
     for cell in axes.flat:

@@ -106,10 +106,7 @@ def test_show_parts_draws_the_sizes_that_the_replicas_saw(monkeypatch):
 def test_iteration_marks_the_peak_of_each_step(steps, monkeypatch):
     shown = []
     monkeypatch.setattr("helpers.plots.style.display", shown.append)
-    plots.iteration(steps)
+    plots.iteration(steps, at_the_peak={"outputs": 2048, "their gradient": 1024})
     # More than after either step: the peak occurs during the second step.
     assert "4 KiB at its peak" in shown[0].alt
-    plots.iteration(steps, at_the_peak={"outputs": 2048, "their gradient": 1024})
-    assert "holds outputs 2 KiB, their gradient 1 KiB, and 1 KiB of the rest" in shown[1].alt
-    with pytest.raises(ValueError, match="the peak is 4096 bytes, fewer than"):
-        plots.iteration(steps, at_the_peak={"outputs": 5 * 1024})
+    assert "holds outputs 2 KiB, their gradient 1 KiB, and 1 KiB of the rest" in shown[0].alt
