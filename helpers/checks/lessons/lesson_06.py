@@ -36,8 +36,8 @@ def all_reduce_of_two_halves(answer: Callable[[torch.Tensor], torch.Tensor]) -> 
                     hint = "The sum is right, but the budget is one call to each of these two."
                     if set(names) == {"all_gather"}:
                         hint = (
-                            "The sum is right, but over budget. Gathering full tensors sends n - 1 of "
-                            "them to each rank; parts of the sum are enough."
+                            "The sum is right, but over budget. Gathering full tensors sends n - 1 "
+                            "of them to each rank; parts of the sum are enough."
                         )
                     elif "all_to_all" in names:
                         hint = (
@@ -187,8 +187,8 @@ def stop_together(repaired: Callable[..., list[float]]) -> dict[str, Any]:
                     raise Wrong(
                         yours=f"{len(calls)} collectives in {most} steps",
                         expected=f"{most}, one per step",
-                        hint="One all_reduce already tells every rank the average. Use it to decide, "
-                        "and leave the loop.",
+                        hint="One all_reduce already tells every rank the average. Use it to "
+                        "decide, and leave the loop.",
                     )
     return {
         "your averages": [round(average, 3) for average in yours],

@@ -223,28 +223,27 @@ def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> dic
         ):
             yours = answer(time_of, batch_size)
             expect_whole_number(yours, 1, batch_size, hint="Return the size, not its time.")
-        if len(asked) > _MOST_RECORDINGS:
-            raise Wrong(
-                yours=f"{len(asked)} recordings",
-                expected=f"at most {_MOST_RECORDINGS}",
-                given=given,
-                hint="The curve is flat near its minimum: try sizes that differ by a factor of 2.",
-            )
-        asked_then = list(asked)
-        # For each number of pieces, try the smallest size that needs no more pieces.
-        for count in range(1, batch_size + 1):
-            time_of(-(-batch_size // count))
-        time_of(yours)
-        best = min(times_s, key=lambda size: times_s[size])
-        if times_s[yours] > 1.05 * times_s[best]:
-            raise Wrong(
-                yours=f"pieces of {yours}: {format_seconds(times_s[yours])}",
-                expected=f"at most {format_seconds(1.05 * times_s[best])}; "
-                f"pieces of {best} take {format_seconds(times_s[best])}",
-                given=given,
-                hint="It depends on the GPU, the link and the network: call time_of, also for very "
-                "small pieces and for the whole batch.",
-            )
+            if len(asked) > _MOST_RECORDINGS:
+                raise Wrong(
+                    yours=f"{len(asked)} recordings",
+                    expected=f"at most {_MOST_RECORDINGS}",
+                    hint="The curve is flat near its minimum: try sizes that differ by a factor "
+                    "of 2.",
+                )
+            asked_then = list(asked)
+            # For each number of pieces, try the smallest size that needs no more pieces.
+            for count in range(1, batch_size + 1):
+                time_of(-(-batch_size // count))
+            time_of(yours)
+            best = min(times_s, key=lambda size: times_s[size])
+            if times_s[yours] > 1.05 * times_s[best]:
+                raise Wrong(
+                    yours=f"pieces of {yours}: {format_seconds(times_s[yours])}",
+                    expected=f"at most {format_seconds(1.05 * times_s[best])}; "
+                    f"pieces of {best} take {format_seconds(times_s[best])}",
+                    hint="It depends on the GPU, the link and the network: call time_of, also for "
+                    "very small pieces and for the whole batch.",
+                )
         shown[given] = (
             f"pieces of {yours}, {format_seconds(times_s[yours])}, {len(set(asked_then))} recordings; "
             f"best {best}, {format_seconds(times_s[best])}; the whole batch "
@@ -301,14 +300,13 @@ def repaired(
                     _use_memory(rows, there)
                     products = answer(pinned, there)
                 _judge_products(products, expected, timeline)
-            if timeline.makespan_s > 1.1 * ours.makespan_s:
-                raise Wrong(
-                    yours=f"no race, {format_seconds(timeline.makespan_s)}",
-                    expected=f"at most {format_seconds(1.1 * ours.makespan_s)}",
-                    given=given,
-                    hint="Right, but copies and matmuls take turns. Wait as early in the "
-                    "loop and for as little as possible; Python itself shouldn't wait at all.",
-                )
+                if timeline.makespan_s > 1.1 * ours.makespan_s:
+                    raise Wrong(
+                        yours=f"no race, {format_seconds(timeline.makespan_s)}",
+                        expected=f"at most {format_seconds(1.1 * ours.makespan_s)}",
+                        hint="Right, but copies and matmuls take turns. Wait as early in the "
+                        "loop and for as little as possible; Python itself shouldn't wait at all.",
+                    )
             with vgpu.record() as in_turn:
                 _use_memory(rows, there)
                 for batch in pinned:

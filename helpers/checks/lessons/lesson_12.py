@@ -309,16 +309,15 @@ def which_batch(answer: Callable[[int, float, float], float]) -> dict[str, str]:
         with for_input(given, "Return the number of tokens as one number."):
             yours = answer(gpus, flop_per_s, bytes_per_s)
             expect_number(yours, "a number of tokens")
-        # Two bytes per parameter, and two operations per parameter and token: the twos cancel.
-        wanted = (gpus - 1) / gpus * flop_per_s / bytes_per_s
-        # The number rounded up to a whole token is right, too.
-        if not abs(yours - wanted) <= max(0.01 * wanted, 1):
-            raise Wrong(
-                yours=f"{yours:,.1f} tokens",
-                expected=f"{wanted:,.1f} tokens",
-                given=given,
-                hint=_tokens_hint(yours / wanted, gpus),
-            )
+            # Two bytes per parameter, and two operations per parameter and token: the twos cancel.
+            wanted = (gpus - 1) / gpus * flop_per_s / bytes_per_s
+            # The number rounded up to a whole token is right, too.
+            if not abs(yours - wanted) <= max(0.01 * wanted, 1):
+                raise Wrong(
+                    yours=f"{yours:,.1f} tokens",
+                    expected=f"{wanted:,.1f} tokens",
+                    hint=_tokens_hint(yours / wanted, gpus),
+                )
         shown[given] = f"{yours:,.0f} tokens per GPU"
     return shown
 
@@ -354,23 +353,22 @@ def fill_from_checkpoint(answer: Callable[[Any, Path], None]) -> dict[str, str]:
                     _fill_on_rank, ranks, answer, width, folder, given=given, gpu=GPU
                 )
             for rank, (yours, untouched, saved, gathers) in enumerate(results):
-                if not torch.equal(yours, saved):
-                    raise Wrong(
-                        yours=yours,
-                        expected=saved,
-                        given=f"{given}, rank {rank}",
-                        hint="The model hasn't changed: dcp.load fills the tensors of the "
-                        "dictionary that you pass. Are they the model's own?"
-                        if torch.equal(yours, untouched)
-                        else "The values differ from the checkpoint's.",
-                    )
-                if gathers:
-                    raise Wrong(
-                        yours=f"{gathers} parameter all-gathers on rank {rank}",
-                        expected="none: each rank reads only its own slices from the files",
-                        given=given,
-                        hint="full_tensor() and full_state_dict=True gather the whole model.",
-                    )
+                with for_input(f"{given}, rank {rank}"):
+                    if not torch.equal(yours, saved):
+                        raise Wrong(
+                            yours=yours,
+                            expected=saved,
+                            hint="The model hasn't changed: dcp.load fills the tensors of the "
+                            "dictionary that you pass. Are they the model's own?"
+                            if torch.equal(yours, untouched)
+                            else "The values differ from the checkpoint's.",
+                        )
+                    if gathers:
+                        raise Wrong(
+                            yours=f"{gathers} parameter all-gathers on rank {rank}",
+                            expected="none: each rank reads only its own slices from the files",
+                            hint="full_tensor() and full_state_dict=True gather the whole model.",
+                        )
             shown[f"{ranks} ranks"] = f"{saved.numel()} parameters match, none gathered"
     return shown
 
