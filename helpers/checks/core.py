@@ -267,6 +267,19 @@ def expect_number(yours: Any, expected: str, hint: str = "") -> None:
         raise Wrong(yours=repr(yours), expected=expected, hint=hint)
 
 
+def expect_two(yours: Any, expected: str, hint: str = "") -> None:
+    """Raise Wrong unless ``yours`` is a tuple or list of two; the verdict shows ``expected``."""
+    if not isinstance(yours, tuple | list) or len(yours) != 2:
+        raise Wrong(yours=describe(yours), expected=expected, hint=hint)
+
+
+def expect_graph(yours: torch.Tensor, what: str, hint: str) -> None:
+    """Raise Wrong unless ``yours`` requires a gradient; the verdict calls it ``what``."""
+    if not yours.requires_grad:
+        expected = f"{what} that backward can start from"
+        raise Wrong(yours=f"{what} without a graph", expected=expected, hint=hint)
+
+
 def expect_gradients(
     yours: Iterable[torch.Tensor],
     expected: Iterable[torch.Tensor],

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.autograd_graph import SavedTensors
-from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, expect_graph, for_input
 from helpers.checks.watchers import WatchedScores
 from vgpu.units import format_bytes
 
@@ -57,12 +57,8 @@ _EDITED = "Your function changed its arguments in place. The caller's tensors mu
 
 
 def _gradient_of(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if not loss.requires_grad:
-        raise Wrong(
-            yours="a loss without a graph",
-            expected="a loss whose backward() reaches weight",
-            hint="Something between weight and the loss cuts the graph: detach, data or no_grad.",
-        )
+    hint = "Something between weight and the loss cuts the graph: detach, data or no_grad."
+    expect_graph(loss, "a loss", hint)
     try:
         return torch.autograd.grad(loss, weight)[0]
     except RuntimeError as error:
@@ -181,12 +177,8 @@ def head_loss(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
         _expect_backbone_untouched(backbone)
         hint = "Return the cross-entropy of head(backbone(images))."
         expect_close(loss.detach(), expected.detach(), hint=hint)
-        if not loss.requires_grad:
-            raise Wrong(
-                yours="a loss without a graph",
-                expected="a loss whose backward() reaches the head",
-                hint="Call the head outside of the block that records nothing.",
-            )
+        hint = "Call the head outside of the block that records nothing."
+        expect_graph(loss, "a loss", hint)
         loss.backward()
         expect_close(head.weight.grad, right, hint="The gradient of the head's weight is wrong.")
     return {"your graph": "only the head's", "graphs in the backbone": "0, as required"}

@@ -16,7 +16,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from helpers import devices
-from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
+from helpers.checks.core import (
+    Wrong,
+    exercise,
+    expect_close,
+    expect_equal,
+    expect_two,
+    for_input,
+)
 from helpers.checks.describing import describe
 from helpers.checks.watchers import CLASSES, FEATURES, Augmented, ReadBacks, Trainer, Watched
 
@@ -82,9 +89,8 @@ def _check_one_evaluation(
 
 
 def _check_answer(answer: Any, model: Watched, expected: tuple[float, float]) -> None:
-    if not isinstance(answer, tuple | list) or len(answer) != 2:
-        hint = "Return two numbers: loss_sum / count, right / count."
-        raise Wrong(yours=answer, expected="(mean loss, fraction correct)", hint=hint)
+    hint = "Return two numbers: loss_sum / count, right / count."
+    expect_two(answer, "(mean loss, fraction correct)", hint)
     if any(model.modes):
         raise Wrong(
             yours=f"{sum(model.modes)} of {len(model.modes)} batches in train mode",

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from helpers.checks.core import Wrong, exercise, for_input, hint_by_value
+from helpers.checks.core import Wrong, exercise, expect_two, for_input, hint_by_value
 from vgpu.plan import Layout, Plan, estimate, extrapolate
 from vgpu.plan.extrapolation import ExtrapolatedStep
 from vgpu.plan.transformer import LLAMA, TransformerSizes
@@ -34,12 +34,7 @@ def back_of_envelope(answer: Callable[..., Any]) -> dict[str, Any]:
         inputs = ", ".join(f"{key} {value:,}" for key, value in given.items())
         with for_input(inputs, "Return two numbers: days, and bytes per GPU."):
             yours = answer(**given)
-            if not isinstance(yours, tuple | list) or len(yours) != 2:
-                raise Wrong(
-                    yours=repr(yours),
-                    expected="two numbers: days, and bytes per GPU",
-                    hint="Return days, state_bytes.",
-                )
+            expect_two(yours, "two numbers: days, and bytes per GPU", "Return days, state_bytes.")
             expected = _estimate(given)
             hints = _estimate_hints(yours, given)
             _expect_near(yours[0], expected[0], 0.01, "days", hints[0])

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from helpers.checks.core import Wrong, exercise, expect_tensor, for_input
+from helpers.checks.core import Wrong, exercise, expect_tensor, expect_two, for_input
 
 _E4M3 = torch.float8_e4m3fn
 _MOST = torch.finfo(_E4M3).max
@@ -156,8 +156,7 @@ def worst_layer(answer: Callable[[dict[str, torch.Tensor]], Any]) -> dict[str, s
         given = f"layers {sizes}"
         with for_input(given, "Return a layer's name, and a share from 0 to 1."):
             yours = answer({name: x.clone() for name, x in activations.items()})
-            if not isinstance(yours, tuple | list) or len(yours) != 2:
-                raise Wrong(yours=repr(yours), expected="a name and a share")
+            expect_two(yours, "a name and a share")
             name, share = yours[0], float(yours[1])
             if name not in shares:
                 raise Wrong(yours=repr(name), expected=f"one of {', '.join(shares)}")

@@ -12,10 +12,10 @@ from helpers.checks.core import (
     exercise,
     expect_equal,
     expect_number,
+    expect_two,
     for_input,
     hint_by_value,
 )
-from helpers.checks.describing import describe
 from helpers.checks.on_ranks import GPU, on_ranks
 from vgpu.plan.request_queue import Generation, Request, chunked_prefill, simulate_queue
 from vgpu.plan.serving import Server
@@ -41,26 +41,24 @@ def keys_and_values(answer: Callable[..., Any]) -> dict[str, Any]:
                 given, "cache is empty at first. Tokens are dimension 2 of each tensor."
             ):
                 returned = answer(cache, *news[layer][-1])
-            # A tensor whose batch is 2 would unpack into two as well.
-            if not isinstance(returned, tuple | list) or len(returned) != 2:
+                # A tensor whose batch is 2 would unpack into two as well.
                 hint = "Return two tensors, the keys and the values."
-                raise Wrong(
-                    yours=describe(returned), expected="(keys, values)", given=given, hint=hint
-                )
-            found = dict(zip(("key", "value"), returned, strict=True))
-            for place, name in enumerate(found):
-                olds = [each[place] for each in news[layer]]
-                whole, swapped = torch.cat(olds, 2), [each[1 - place] for each in news[layer]]
-                hint = _hint_for_cache(found[name], olds, swapped)
-                expect_equal(found[name], whole, given=f"{given}; the {name}s returned", hint=hint)
-                kept = cache.get(name)
-                if not isinstance(kept, torch.Tensor) or not torch.equal(kept, whole):
-                    raise Wrong(
-                        yours=f"a cache with {_shapes(cache)}",
-                        expected=f"cache[{name!r}] of shape {tuple(whole.shape)}, as returned",
-                        given=given,
-                        hint="The next pass needs them all: store old and new ones in cache.",
+                expect_two(returned, "(keys, values)", hint)
+                found = dict(zip(("key", "value"), returned, strict=True))
+                for place, name in enumerate(found):
+                    olds = [each[place] for each in news[layer]]
+                    whole, swapped = torch.cat(olds, 2), [each[1 - place] for each in news[layer]]
+                    hint = _hint_for_cache(found[name], olds, swapped)
+                    expect_equal(
+                        found[name], whole, given=f"{given}; the {name}s returned", hint=hint
                     )
+                    kept = cache.get(name)
+                    if not isinstance(kept, torch.Tensor) or not torch.equal(kept, whole):
+                        raise Wrong(
+                            yours=f"a cache with {_shapes(cache)}",
+                            expected=f"cache[{name!r}] of shape {tuple(whole.shape)}, as returned",
+                            hint="The next pass needs them all: store old and new ones in cache.",
+                        )
     return {"the last one": f"{sum(passes)} tokens in {len(passes)} passes of two layers"}
 
 
