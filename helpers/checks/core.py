@@ -181,16 +181,7 @@ def evaluate(exercise_id: str, answer: Any) -> Outcome:
             )
         achieved = item.checker(answer) or {}
     except Wrong as wrong:
-        return Outcome(
-            item.id,
-            item.title,
-            "wrong",
-            yours=wrong.yours,
-            expected=wrong.expected,
-            difference=wrong.difference,
-            given=wrong.given,
-            hint=wrong.hint,
-        )
+        return Outcome(item.id, item.title, "wrong", **vars(wrong))
     except _Raised as raised:
         assert raised.__cause__ is not None
         return _failed(item, raised.__cause__, raised.given, raised.hint)

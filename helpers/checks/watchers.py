@@ -123,20 +123,18 @@ def count_sent(parallel: DistributedDataParallel) -> list[int]:
     return sent_bytes
 
 
-def expect_one_micro_batch(largest: int, most: int, graphs_held: int, given: str) -> None:
+def expect_one_micro_batch(largest: int, most: int, graphs_held: int) -> None:
     """Raise Wrong if a forward had more samples than a micro-batch, or if graphs were kept alive."""
     if largest > most:
         raise Wrong(
             yours=f"a forward on {largest} samples at once",
             expected=f"at most {most}, one micro-batch",
-            given=given,
             hint="Merged micro-batches need the memory that accumulation saves.",
         )
     if graphs_held:
         raise Wrong(
             yours=f"the graphs of {graphs_held + 1} micro-batches at once",
             expected="the graph of one at a time",
-            given=given,
             hint="Call backward for each micro-batch: a sum of losses keeps every graph.",
         )
 

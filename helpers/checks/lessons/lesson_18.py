@@ -161,18 +161,17 @@ def draw_from_split_vocabulary(answer: Callable[..., Any]) -> dict[str, Any]:
         given = f"{ranks} ranks, {batch} sequences, {each} tokens of the vocabulary on each"
         results = on_ranks(split, ranks, answer, logits, noise, given=given, gpu=GPU)
         for rank, (drawn, calls) in enumerate(results):
-            where = f"{given}; on rank {rank}"
-            hint = _hint_for_draw(drawn, expected, bests, each)
-            expect_equal(drawn, expected, given=where, hint=hint)
-            spent = sum(size for _, size in calls)
-            # A value of 4 bytes and an index of 8 from each rank, or both as 8.
-            if spent > 2 * 8 * batch * ranks:
-                raise Wrong(
-                    yours=f"{format_bytes(spent)} in {len(calls)} collectives",
-                    expected=f"at most two numbers per sequence from each rank, {2 * 8 * batch * ranks} B",
-                    given=where,
-                    hint="The tokens are right, but over budget: choose on each rank first.",
-                )
+            with for_input(f"{given}; on rank {rank}"):
+                hint = _hint_for_draw(drawn, expected, bests, each)
+                expect_equal(drawn, expected, hint=hint)
+                spent = sum(size for _, size in calls)
+                most = 2 * 8 * batch * ranks  # a value of 4 bytes and an index of 8, or both as 8
+                if spent > most:
+                    raise Wrong(
+                        yours=f"{format_bytes(spent)} in {len(calls)} collectives",
+                        expected=f"at most two numbers per sequence from each rank, {most} B",
+                        hint="The tokens are right, but over budget: choose on each rank first.",
+                    )
         shown[given] = (
             f"{format_bytes(spent)} gathered; all logits would be {format_bytes(4 * batch * words)}, "
             f"and {format_bytes(4 * batch * 128_256)} with Llama 3's vocabulary"
