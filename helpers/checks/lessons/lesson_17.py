@@ -71,11 +71,7 @@ def _judge_rounding(yours: torch.Tensor, low: float, high: float, share: float) 
             hint = "Up and down are equally frequent. The nearer neighbor must come more often."
         else:
             hint = "The random number must go from 0 to 65,535, like the bits that are dropped."
-        raise Wrong(
-            yours=f"{found:.1%} rounded to {high:g}",
-            expected=f"{share:.1%}",
-            hint=hint,
-        )
+        raise Wrong(yours=f"{found:.1%} rounded to {high:g}", expected=f"{share:.1%}", hint=hint)
 
 
 @exercise("17.2", "How many ranks until a percent")
