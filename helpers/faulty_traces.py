@@ -7,8 +7,7 @@ same work are recorded only once.
 import base64
 import functools
 import gzip
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +59,8 @@ _DATA_PARALLEL: dict[str, dict[str, Any]] = {
 
 def data_parallel(letter: str, **changes: Any) -> vgpu.Timeline:
     """Record the run of trace A, C, D or F; ``changes`` override its arguments to ``_trained``."""
-    return _alike(_trained(**{**_DATA_PARALLEL[letter], **changes}))
+    prepare = _trained(**{**_DATA_PARALLEL[letter], **changes})
+    return _joined([_recorded(prepare)] * RANKS)
 
 
 def write(folder: Path | str) -> dict[str, Path]:
@@ -138,7 +138,7 @@ def _trained(
 
 
 def _recorded(prepare: Prepare, rank: int = 0) -> vgpu.Timeline:
-    with _rank(rank):
+    with vgpu.cluster(hosts=1, gpus_per_host=RANKS, rank=rank), vgpu.shapes_only():
         step = prepare()
         for _ in range(2):  # the optimizer creates its state, then DDP rebuilds its buckets
             step()
@@ -148,16 +148,6 @@ def _recorded(prepare: Prepare, rank: int = 0) -> vgpu.Timeline:
                     step()
             torch.accelerator.synchronize()
     return timeline
-
-
-@contextmanager
-def _rank(rank: int) -> Iterator[None]:
-    with vgpu.cluster(hosts=1, gpus_per_host=RANKS, rank=rank), vgpu.shapes_only():
-        yield
-
-
-def _alike(prepare: Prepare) -> vgpu.Timeline:
-    return _joined([_recorded(prepare)] * RANKS)
 
 
 def straggler(rows: int = 6144) -> vgpu.Timeline:

@@ -44,7 +44,6 @@ from helpers.plots.precision import (
     losses,
     number_lines,
     scaled_numbers,
-    time_bars,
 )
 from helpers.plots.schedules import schedule, schedules
 from helpers.plots.serving import (
@@ -66,6 +65,7 @@ from helpers.plots.times import (
     speedups,
     split_sizes,
     split_times,
+    time_bars,
     tokens_that_hide,
 )
 from helpers.plots.training import (

@@ -9,7 +9,6 @@ from matplotlib.patches import Rectangle
 from helpers.plots.style import (
     COLORS,
     figure,
-    headline,
     legend_beside,
     log2_ticks,
     show,
@@ -90,21 +89,8 @@ def step_by_module(record: StepRecord) -> None:
 
 def peaks_by_cause(records: Mapping[str, StepRecord]) -> None:
     """Plot what each record's peak consists of, as a stacked bar of MiB by cause."""
-    fig, axes = figure(width=8, height=0.9 + 0.5 * len(records))
-    peaks = [record.peak for record in records.values()][::-1]
-    sizes = {cause: [peak.by_cause[cause] / MIB for peak in peaks] for cause in _STEP_CAUSES}
-    ends = stacked_bars(axes, range(len(peaks)), sizes, CAUSE_COLORS, across=True)
-    for place, (peak, end) in enumerate(zip(peaks, ends, strict=True)):
-        axes.text(end, place, f" {end:.1f}, in {peak.phase}", va="center", fontsize=8)
-    axes.set_yticks(range(len(peaks)), list(records)[::-1])
-    axes.set(xlim=(0, max(ends) * 1.28), xlabel="MiB at the peak of one step")
-    legend_beside(axes)
-    headline(fig, "What makes up the peak", "bytes counted")
-    summary = [
-        f"{name} {peak.total_bytes / MIB:.1f} MiB in {peak.phase}"
-        for name, peak in zip(list(records)[::-1], peaks, strict=True)
-    ]
-    show(fig, f"Stacked bars of what makes up each step's peak: {'; '.join(summary[::-1])}.")
+    held = {f"{name}\nin {r.peak.phase}": r.peak.by_cause for name, r in records.items()}
+    held_by_cause(held, message="What makes up the peak", how="bytes counted", unit="MiB")
 
 
 def against_k(peaks: Mapping[int, int], times_s: Mapping[int, float], gpu: str) -> None:

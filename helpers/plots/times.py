@@ -1,4 +1,4 @@
-"""Figures for times and speeds: by split size, width, number of GPUs and checkpoint interval."""
+"""Figures for times and speeds: by split size, width, number of GPUs and interval, and their parts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -112,26 +112,41 @@ def _both(parts: Sequence[Mapping[str, float]], name: str) -> str:
 
 def split_times(timelines: Mapping[str, Timeline], message: str) -> None:
     """Plot each timeline's makespan as a bar, and how much of it collectives take."""
-    fig, axes = figure(width=7.5, height=0.9 + 0.42 * len(timelines))
-    names = list(timelines)[::-1]
-    parts = [parts_of(timelines[name]) for name in names]
-    parts_ms = {
-        "everything else": [1e3 * (whole - sent) for whole, sent in parts],
-        "collectives": [1e3 * sent for _, sent in parts],
-    }
-    colors = {"everything else": COLORS["sky"], "collectives": COLORS["vermilion"]}
-    stacked_bars(axes, names, parts_ms, colors, across=True)
-    for place, (whole, part) in enumerate(parts):
-        axes.text(1e3 * whole, place, f" {part / whole:.0%}", va="center")
-    axes.set(xlabel="ms", xlim=(0, 1.15e3 * max(whole for whole, _ in parts)))
-    legend_beside(axes, fontsize=10)
+    times_ms = {}
+    for name, timeline in timelines.items():
+        whole_s, sent_s = parts_of(timeline)
+        parts_ms = {"everything else": 1e3 * (whole_s - sent_s), "collectives": 1e3 * sent_s}
+        times_ms[f"{name}: {sent_s / whole_s:.0%}"] = parts_ms
     gpu = next(iter(timelines.values())).gpu
-    title(axes, message, f"forward and backward of one layer, virtual time, {gpu}")
+    how = f"forward and backward of one layer, virtual time, {gpu}; %: in collectives"
+    time_bars(times_ms, "ms", message, how)
+
+
+def time_bars(
+    times: Mapping[str, Mapping[str, float]], xlabel: str, message: str, how: str
+) -> None:
+    """Plot a stacked bar for each way, with its parts in order, and its total at the end.
+
+    ``times`` maps a way to {part: time, in the unit of ``xlabel``}; parts may be missing.
+    """
+    fig, axes = figure(width=7.5, height=0.9 + 0.4 * len(times))
+    ways = list(times)[::-1]
+    parts = list(dict.fromkeys(part for way in times.values() for part in way))
+    sizes = {part: [times[way].get(part, 0.0) for way in ways] for part in parts}
+    names = ("blue", "sky", "orange", "green", "purple", "gray")
+    colors = {part: COLORS[name] for part, name in zip(parts, names, strict=False)}
+    ends = stacked_bars(axes, ways, sizes, colors, across=True)
+    for place, end in enumerate(ends):
+        axes.text(end, place, f" {end:.2f}", va="center")
+    axes.set(xlabel=xlabel, xlim=(0, 1.12 * max(ends)))
+    legend_beside(axes, fontsize=9)
+    title(axes, message, how)
     summary = "; ".join(
-        f"{name}: {1e3 * whole:.2f} ms, {part / whole:.0%} of it in collectives"
-        for name, (whole, part) in zip(names[::-1], parts[::-1], strict=True)
+        f"{way} {sum(found.values()):.2f}, of which "
+        + ", ".join(f"{part} {size:.2f}" for part, size in found.items())
+        for way, found in times.items()
     )
-    show(fig, f"Stacked bars of a layer's time, and how much of it collectives take. {summary}.")
+    show(fig, f"Stacked bars, {xlabel}: {summary}.")
 
 
 def parts_of(timeline: Timeline) -> tuple[float, float]:

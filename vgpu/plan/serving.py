@@ -173,21 +173,18 @@ class Server:
         As soon as a sequence ends, the next one's prompt is processed along with the others' next
         tokens (continuous batching with chunked prefill).
         """
-        return batch / self.mixed_step_s(batch, prompt, output)
-
-    def mixed_step_s(self, batch: int, prompt: int, output: int) -> float:
-        """Return the mean time between two tokens of a sequence, under ``tokens_per_s``'s load."""
         check_count("batch", batch)
         check_count("output", output)
         group = math.ceil(batch / self.pp)
         prompts = group / output  # that start in each step
         context = prompt + output // 2
-        return self._forward_s(
+        step_s = self._forward_s(
             group + math.ceil(prompts * prompt),
             group,
             group * (context + 1) + math.ceil(prompts * prompt * (prompt + 1) / 2),
             group * (context + 1) + math.ceil(prompts * prompt),
         )
+        return batch / step_s
 
     # One forward pass
 

@@ -99,24 +99,14 @@ def _short(rows: Sequence[Row]) -> str:
     return ", ".join(texts)
 
 
-_FAULTS = ("item", "gather", "straggler", "launches", "loader", "bubble")
-_ASKED = {
-    "item": "waits per step",
-    "gather": "ms per step",
-    "straggler": "the rank",
-    "launches": "share of the time in which GPU 0 computes",
-    "loader": "ms per batch",
-    "bubble": "share of the time in which GPU 0 doesn't compute",
-}
-
-
-_REPLIES = {
-    "item": "So it was my NaN check after each layer!",
-    "gather": "So it's the network. Or I could use more tokens per gather.",
-    "straggler": "I'll sort the long texts into buckets.",
-    "launches": "I'll try CUDA graphs.",
-    "loader": "More workers, then.",
-    "bubble": "More micro-batches, then.",
+# Of each fault: what its number is, and what the owner of the trace replies.
+_FAULTS = {
+    "item": ("waits per step", "So it was my NaN check after each layer!"),
+    "gather": ("ms per step", "So it's the network. Or I could use more tokens per gather."),
+    "straggler": ("the rank", "I'll sort the long texts into buckets."),
+    "launches": ("share of the time in which GPU 0 computes", "I'll try CUDA graphs."),
+    "loader": ("ms per batch", "More workers, then."),
+    "bubble": ("share of the time in which GPU 0 doesn't compute", "More micro-batches, then."),
 }
 
 
@@ -141,16 +131,17 @@ def six_faults(answer: Any) -> dict[str, Any]:
                     expected="another fault",
                     hint=_why_not(fault, trace.timeline),
                 )
+            asked, reply = _FAULTS[fault]
             found = evidence(fault, trace.timeline)
             within = 0 if fault in ("straggler", "item") else 0.1 * found
             if abs(number - found) > within:
                 raise Wrong(
                     yours=f"{fault}, {number:g}",
-                    expected=f"{fault}, but a different number: {_ASKED[fault]}",
+                    expected=f"{fault}, but a different number: {asked}",
                     hint=_number_hint(fault, number, found, trace.timeline),
                 )
-        proof = f"{number:g} ({_ASKED[fault]}), exactly {found:.3g}"
-        shown[f"{letter}: {fault}"] = f'{proof}. "{_REPLIES[fault]}"'
+        proof = f"{number:g} ({asked}), exactly {found:.3g}"
+        shown[f"{letter}: {fault}"] = f'{proof}. "{reply}"'
     return shown
 
 
@@ -202,14 +193,11 @@ def _why_not(fault: str, timeline: Timeline) -> str:
         )
     if fault == "loader":
         spent = evidence("loader", timeline) if timeline.host_ranges[0].kind == "work" else 0.0
-        return f"A batch takes {spent:.2g} ms to arrive, a step {_step_ms(timeline):.1f} ms."
+        step_ms = timeline.makespan_s * 1e3 / faulty_traces.STEPS
+        return f"A batch takes {spent:.2g} ms to arrive, a step {step_ms:.1f} ms."
     return (
         "Does the next kernel start right after its launch, and is the host's track without gaps?"
     )
-
-
-def _step_ms(timeline: Timeline) -> float:
-    return timeline.makespan_s * 1e3 / faulty_traces.STEPS
 
 
 def _number_hint(fault: str, number: float, found: float, timeline: Timeline) -> str:
