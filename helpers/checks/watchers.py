@@ -45,10 +45,10 @@ class Watched(nn.Module):
     ``recorded``, and the number of earlier graphs still alive to ``live_graphs``.
     """
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, features: int = FEATURES, classes: int = CLASSES) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(FEATURES, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, CLASSES)
+            nn.Linear(features, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, classes)
         )
         self.modes: list[bool] = []
         self.recorded: list[bool] = []
@@ -63,20 +63,6 @@ class Watched(nn.Module):
         self.modes.append(self.training)
         self.recorded.append(logits.requires_grad)
         return logits
-
-
-class WatchedScores(nn.Module):
-    """A small network that records its training mode and whether there's a graph on every call."""
-
-    def __init__(self, size: int, classes: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(size, 6), nn.Tanh(), nn.Linear(6, classes))
-        self.seen: list[tuple[bool, bool]] = []
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        scores = self.layers(images)
-        self.seen.append((self.training, scores.requires_grad))
-        return scores
 
 
 class _Saved:

@@ -23,17 +23,8 @@ Held = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def origins(number: int) -> list[int]:
-    """Return the ranks that contributed to a sum: the positions of its nonzero digits.
-
-    Raises ValueError if the number is negative or has more digits than there are colors.
-    """
-    digits = str(number)
-    if not digits.isdecimal() or len(digits) > len(RANK_COLORS):
-        raise ValueError(
-            f"{number} can't be drawn: it must be at least 0 and have at most "
-            f"{len(RANK_COLORS)} digits, one per rank"
-        )
-    return [rank for rank, digit in enumerate(reversed(digits)) if digit != "0"]
+    """Return the ranks that contributed to a sum: the positions of its nonzero digits."""
+    return [rank for rank, digit in enumerate(reversed(str(number))) if digit != "0"]
 
 
 def before_and_after(

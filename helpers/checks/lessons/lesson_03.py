@@ -211,8 +211,7 @@ _PLAIN = (torch.Tensor, dict, list, tuple, int, float, str)
 def check_state(state: Callable) -> dict[str, Any]:
     device = devices.lab(1)[0]
     gpu_api = torch.get_device_module(device)
-    states = torch.get_rng_state(), gpu_api.get_rng_state(device)
-    try:
+    with torch.random.fork_rng([device.index], device_type=device.type):
         run = _SmallRun(device)
         run.train(random.randint(2, 3))
         expected = _saved_and_loaded(
@@ -236,9 +235,6 @@ def check_state(state: Callable) -> dict[str, Any]:
                         expected=f"{name}: {describe(part)}",
                         hint=_PARTS[name],
                     )
-    finally:
-        torch.set_rng_state(states[0])
-        gpu_api.set_rng_state(states[1], device)
     return {"your checkpoint": f"{len(saved)} parts, each equal to the run's after loading"}
 
 
@@ -308,14 +304,11 @@ def _saved_and_loaded(answer: Any) -> dict[str, Any]:
 
 @exercise("3.4", "Stop in the middle of an epoch")
 def check_remaining_batches(remaining_batches: Callable) -> dict[str, Any]:
-    random_state = torch.get_rng_state()
-    try:
+    with torch.random.fork_rng(devices=[]):
         total = random.randint(4, 7)
         # In the middle, before the first batch, and after the last.
         for done in (random.randint(1, total - 2), 0, total):
             _check_one_resume(remaining_batches, total, done)
-    finally:
-        torch.set_rng_state(random_state)
     return {
         "your losses": "the uninterrupted run's, bit for bit, up to the end of the next epoch",
         "stopped": "in the middle, before the first batch, and after the last",

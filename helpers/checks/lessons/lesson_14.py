@@ -172,9 +172,8 @@ def attend(answer: Callable[[torch.Tensor, Iterator[Any]], torch.Tensor]) -> dic
         blocks = [(scale * torch.randn(2, 3, n, 8), torch.randn(2, 3, n, 8)) for n in lengths]
         if scale > 1:  # the highest score comes last, then first
             blocks.sort(key=lambda block: (given_query @ block[0].mT).amax().item())
-        below = [
-            (-keys.abs(), values) for keys, values in blocks
-        ]  # starting from a highest score of 0 is wrong
+        # With all scores below 0, starting from a highest score of 0 is wrong.
+        below = [(-keys.abs(), values) for keys, values in blocks]
         turns = (given_query, blocks), (given_query, blocks[::-1]), (given_query.abs(), below)
         for query, order in turns:
             keys, values = (torch.cat(parts, dim=-2) for parts in zip(*order, strict=True))
