@@ -166,17 +166,15 @@ def _joined(timelines: Iterable[vgpu.Timeline]) -> vgpu.Timeline:
     )
 
 
-def pipeline(micro_batches: int = 5, rows: int = 2048, width: int = 2048) -> vgpu.Timeline:
+def pipeline(micro_batches: int = 5) -> vgpu.Timeline:
     """Record GPipe with four stages of one block each."""
     return vgpu.joined(
-        [
-            _recorded(functools.partial(_stage, rank, micro_batches, rows, width), rank)
-            for rank in range(RANKS)
-        ]
+        [_recorded(functools.partial(_stage, r, micro_batches), r) for r in range(RANKS)]
     )
 
 
-def _stage(rank: int, micro_batches: int, rows: int, width: int) -> Step:
+def _stage(rank: int, micro_batches: int) -> Step:
+    rows = width = 2048
     with torch.device("vgpu"):
         stage = _block(width).bfloat16()
     optimizer = torch.optim.AdamW(stage.parameters(), fused=True)

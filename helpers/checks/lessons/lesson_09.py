@@ -56,19 +56,21 @@ def pipelined(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
         )
         with vgpu.enable(count) as lab, for_input(given, hint):
             stages, batch = _stages(width, lab.devices), torch.randn(rows, width)
-            _judge_calls(answer, stages, lab.devices, size, batch)
-            _judge_outputs(answer, stages, lab.devices, size, batch)
+            _judge_loop(answer, stages, lab.devices, size, batch)
     return _judge_overlap(answer)
 
 
-def _judge_calls(
+def _judge_loop(
     answer: Callable[..., torch.Tensor],
     stages: list[nn.Module],
     gpus: list[torch.device],
     size: int,
     batch: torch.Tensor,
 ) -> None:
-    """Raise Wrong unless every stage sees every piece once and the last GPU has the result."""
+    """Raise Wrong unless every stage sees every piece once, and the last GPU has the result.
+
+    Outputs and gradients must match our loop's.
+    """
     seen: list[list[int]] = [[] for _ in stages]
     hooks = [
         stage.register_forward_pre_hook(lambda _, inputs, i=i: seen[i].append(len(inputs[0])))
@@ -87,20 +89,9 @@ def _judge_calls(
             )
     expect_tensor(yours, hint="Join the outputs of the pieces: torch.cat(outputs).")
     expect_equal(yours.device, gpus[-1], hint="The outputs stay on the last GPU.")
-
-
-def _judge_outputs(
-    answer: Callable[..., torch.Tensor],
-    stages: list[nn.Module],
-    gpus: list[torch.device],
-    size: int,
-    batch: torch.Tensor,
-) -> None:
-    """Raise Wrong unless the outputs and the gradients match our loop's."""
     mine, ours = nn.Sequential(*stages), copy.deepcopy(nn.Sequential(*stages))
     expected = _ours(list(ours), gpus, size, batch)
     expected.sum().backward()
-    yours = answer(list(stages), list(gpus), size, batch.clone())
     hint = "The outputs differ from one device's: are they in the batch's order?"
     expect_close(yours.detach().cpu(), expected.detach().cpu(), hint=hint)
     hint = "detach(), no_grad() and .data cut the graph; .to() doesn't."

@@ -53,15 +53,14 @@ def _estimate(given: dict[str, Any]) -> tuple[float, float]:
 
 def _estimate_hints(yours: Any, given: dict[str, Any]) -> tuple[str, str]:
     days, state = _estimate(given)
+    without, third, half = (
+        _estimate({**given, "width": w * given["width"]}) for w in (0, 1 / 3, 0.5)
+    )
     of_days = {
-        "Attention is missing: 12 · layers · width · sequence FLOPs per token.": _estimate(
-            {**given, "width": 0}
-        )[0],
-        "That's only attention's forward pass: with backward, it's 12, not 4.": _estimate(
-            {**given, "width": given["width"] / 3}
-        )[0],
+        "Attention is missing: 12 · layers · width · sequence FLOPs per token.": without[0],
+        "That's only attention's forward pass: with backward, it's 12, not 4.": third[0],
         "That's half of attention: by convention, scores hidden by the causal mask count as well, "
-        "so it's 12, not 6.": _estimate({**given, "width": given["width"] / 2})[0],
+        "so it's 12, not 6.": half[0],
         "That's only the forward pass: backward takes twice as much.": days / 3,
         "These are seconds; a day has 86,400.": days * 86_400,
         "These are hours; a day has 24.": days * 24,
