@@ -90,7 +90,8 @@ def step_by_module(record: StepRecord) -> None:
 def peaks_by_cause(records: Mapping[str, StepRecord]) -> None:
     """Plot what each record's peak consists of, as a stacked bar of MiB by cause."""
     held = {f"{name}\nin {r.peak.phase}": r.peak.by_cause for name, r in records.items()}
-    held_by_cause(held, message="What makes up the peak", how="bytes counted", unit="MiB")
+    how = "bytes counted, at the peak of one step"
+    held_by_cause(held, message="What makes up the peak", how=how, unit="MiB")
 
 
 def against_k(peaks: Mapping[int, int], times_s: Mapping[int, float], gpu: str) -> None:
