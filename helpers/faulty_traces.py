@@ -7,8 +7,7 @@ same work are recorded only once.
 import base64
 import functools
 import gzip
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +59,8 @@ _DATA_PARALLEL: dict[str, dict[str, Any]] = {
 
 def data_parallel(letter: str, **changes: Any) -> vgpu.Timeline:
     """Record the run of trace A, C, D or F; ``changes`` override its arguments to ``_trained``."""
-    return _alike(_trained(**{**_DATA_PARALLEL[letter], **changes}))
+    prepare = _trained(**{**_DATA_PARALLEL[letter], **changes})
+    return _joined([_recorded(prepare)] * RANKS)
 
 
 def write(folder: Path | str) -> dict[str, Path]:
@@ -138,7 +138,7 @@ def _trained(
 
 
 def _recorded(prepare: Prepare, rank: int = 0) -> vgpu.Timeline:
-    with _rank(rank):
+    with vgpu.cluster(hosts=1, gpus_per_host=RANKS, rank=rank), vgpu.shapes_only():
         step = prepare()
         for _ in range(2):  # the optimizer creates its state, then DDP rebuilds its buckets
             step()
@@ -148,16 +148,6 @@ def _recorded(prepare: Prepare, rank: int = 0) -> vgpu.Timeline:
                     step()
             torch.accelerator.synchronize()
     return timeline
-
-
-@contextmanager
-def _rank(rank: int) -> Iterator[None]:
-    with vgpu.cluster(hosts=1, gpus_per_host=RANKS, rank=rank), vgpu.shapes_only():
-        yield
-
-
-def _alike(prepare: Prepare) -> vgpu.Timeline:
-    return _joined([_recorded(prepare)] * RANKS)
 
 
 def straggler(rows: int = 6144) -> vgpu.Timeline:
@@ -176,17 +166,15 @@ def _joined(timelines: Iterable[vgpu.Timeline]) -> vgpu.Timeline:
     )
 
 
-def pipeline(micro_batches: int = 5, rows: int = 2048, width: int = 2048) -> vgpu.Timeline:
+def pipeline(micro_batches: int = 5) -> vgpu.Timeline:
     """Record GPipe with four stages of one block each."""
     return vgpu.joined(
-        [
-            _recorded(functools.partial(_stage, rank, micro_batches, rows, width), rank)
-            for rank in range(RANKS)
-        ]
+        [_recorded(functools.partial(_stage, r, micro_batches), r) for r in range(RANKS)]
     )
 
 
-def _stage(rank: int, micro_batches: int, rows: int, width: int) -> Step:
+def _stage(rank: int, micro_batches: int) -> Step:
+    rows = width = 2048
     with torch.device("vgpu"):
         stage = _block(width).bfloat16()
     optimizer = torch.optim.AdamW(stage.parameters(), fused=True)

@@ -45,9 +45,8 @@ def run_lines(
         python.chmod(0o755)
         environment = dict(os.environ, PATH=folder + os.pathsep + os.environ.get("PATH", ""))
         environment.pop("CUDA_VISIBLE_DEVICES", None)
-        environment.pop(
-            "FORCE_COLOR", None
-        )  # Jupyter sets it, and Python 3.13 obeys it even in a pipe
+        # Jupyter sets it, and Python 3.13 obeys it even in a pipe.
+        environment.pop("FORCE_COLOR", None)
         started: list[subprocess.Popen[str]] = []
         end_s = time.monotonic() + timeout_s
         try:

@@ -22,8 +22,15 @@ ANSWERS = "application/vnd.course.answers+json"
 
 
 def ask() -> None:
-    """Display the ``answers`` of explorers created since the last call, by output id."""
-    every = {name: answers(*explorer) for name, explorer in explorers.items()}
+    """Display the ``answers`` of explorers created since the last call, by output id.
+
+    An explorer with a text field is left out: its values can't be listed.
+    """
+    every = {
+        name: answers(function, controls, few)
+        for name, (function, controls, few) in explorers.items()
+        if not any(isinstance(control, ipywidgets.Text) for control in controls.values())
+    }
     explorers.clear()
     if every:
         display({ANSWERS: every, "text/plain": f"answers of {len(every)} explorers"}, raw=True)

@@ -142,20 +142,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="read cuda as vgpu, and nccl as vccl, in the program and the packages that it imports",
     )
-    parser.add_argument(
-        "--read",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="with --cuda-is-vgpu, include this package or module, which is left out by default",
-    )
-    parser.add_argument(
-        "--not-read",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="with --cuda-is-vgpu, leave out this package or module",
-    )
+    for name, text in (
+        ("--read", "include this package or module, which is left out by default"),
+        ("--not-read", "leave out this package or module"),
+    ):
+        text = f"with --cuda-is-vgpu, {text}"
+        parser.add_argument(name, action="append", default=[], metavar="NAME", help=text)
     parser.add_argument(
         "--summary",
         action="store_true",
@@ -175,20 +167,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"network between the cluster's hosts: {', '.join(NETWORKS)} (default: %(default)s)",
     )
-    parser.add_argument(
-        "-m",
-        dest="module",
-        nargs=argparse.REMAINDER,
-        metavar="",
-        help="run a module, as python -m does, with all arguments that follow",
-    )
-    parser.add_argument(
-        "-c",
-        dest="command",
-        nargs=argparse.REMAINDER,
-        metavar="",
-        help="run a command, as python -c does, with all arguments that follow",
-    )
+    for what in ("module", "command"):
+        parser.add_argument(
+            f"-{what[0]}",
+            dest=what,
+            nargs=argparse.REMAINDER,
+            metavar="",
+            help=f"run a {what}, as python -{what[0]} does, with all arguments that follow",
+        )
     parser.add_argument(
         "program",
         nargs=argparse.REMAINDER,

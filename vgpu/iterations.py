@@ -38,11 +38,12 @@ def data_parallel_iteration(
     ``inputs_size`` and ``targets_size`` are for the full batch; ``changes`` are fields of
     CostModel, as in ``record()``.
     """
+    gpu = gpus.by_index(0).device
     with shapes_only():
-        model = nn.DataParallel(make_model().to(_gpu(0)), list(range(count)))
+        model = nn.DataParallel(make_model().to(gpu), list(range(count)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        inputs = torch.empty(inputs_size, device=_gpu(0))
-        targets = torch.empty(targets_size, device=_gpu(0))
+        inputs = torch.empty(inputs_size, device=gpu)
+        targets = torch.empty(targets_size, device=gpu)
         # So that gradients exist, as in later steps.
         nn.functional.mse_loss(model(inputs), targets).backward()
         with record(**changes) as timeline:
@@ -59,22 +60,18 @@ def ddp_iteration(
     inputs_size: tuple[int, ...],
     targets_size: tuple[int, ...],
     world_size: int,
-    bucket_bytes: int | None = None,
     **changes: Any,
 ) -> Timeline:
     """Predict an iteration of DDP on ``world_size`` GPUs like the enabled ones, one process each.
 
     ``inputs_size`` and ``targets_size`` are for the full batch, whose first dimension must be
-    divisible by ``world_size``. If ``bucket_bytes`` is None, DDP's defaults apply: 25 MiB, and
-    1 MiB for the first bucket.
+    divisible by ``world_size``.
     """
     if inputs_size[0] % world_size:
         raise ValueError(f"{world_size} ranks can't share {inputs_size[0]} samples evenly")
     share = inputs_size[0] // world_size
     with cluster(1, world_size, gpus.by_index(0).spec) as made, shapes_only():
-        plain = make_model().to(made.device)
-        bucket_mib = None if bucket_bytes is None else bucket_bytes / 2**20
-        model = DistributedDataParallel(plain, bucket_cap_mb=bucket_mib)
+        model = DistributedDataParallel(make_model().to(made.device))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         inputs = torch.empty((share, *inputs_size[1:]), device=made.device)
         targets = torch.empty((share, *targets_size[1:]), device=made.device)
@@ -92,7 +89,3 @@ def ddp_iteration(
             step()
     (program,) = timeline.programs
     return simulate([dataclasses.replace(program, rank=rank) for rank in range(world_size)])
-
-
-def _gpu(index: int) -> torch.device:
-    return torch.device(gpus.DEVICE_TYPE, index)

@@ -242,17 +242,9 @@ PLAIN_ASSERTS = "--assert=plain"
 
 def run_script(path: Path, settings: ProgramSettings) -> None:
     """Run a file as ``__main__``; its exceptions, including SystemExit, propagate."""
-    sys.excepthook = _show_own_frames
-    source, filename = path.read_bytes(), os.path.abspath(path)
-    _put_first_in_path(str(path.resolve().parent))
-    start(settings)
-    main = ModuleType("__main__")
-    main.__file__ = filename
-    main.__loader__ = SourceFileLoader("__main__", filename)
-    sys.modules["__main__"] = main
-    code = _code(source, filename, settings)
-    with settings.place():
-        exec(code, vars(main))
+    filename = os.path.abspath(path)
+    names = {"__file__": filename, "__loader__": SourceFileLoader("__main__", filename)}
+    _run_source(path.read_bytes(), filename, settings, str(path.resolve().parent), names)
 
 
 def run_module(name: str, settings: ProgramSettings) -> None:
@@ -275,12 +267,23 @@ def run_module(name: str, settings: ProgramSettings) -> None:
 
 def run_command(source: str, settings: ProgramSettings) -> None:
     """Run a string as ``__main__``, as ``python -c`` does."""
+    _run_source(source, "<string>", settings, "", {})
+
+
+def _run_source(
+    source: bytes | str,
+    filename: str,
+    settings: ProgramSettings,
+    folder: str,
+    names: dict[str, Any],
+) -> None:
+    """Run source code as ``__main__``, with ``folder`` first in the path, and these names."""
     sys.excepthook = _show_own_frames
-    _put_first_in_path("")
+    _put_first_in_path(folder)
     start(settings)
-    main = ModuleType("__main__")
-    sys.modules["__main__"] = main
-    code = _code(source, "<string>", settings)
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main).update(names)
+    code = _code(source, filename, settings)
     with settings.place():
         exec(code, vars(main))
 

@@ -181,16 +181,7 @@ def evaluate(exercise_id: str, answer: Any) -> Outcome:
             )
         achieved = item.checker(answer) or {}
     except Wrong as wrong:
-        return Outcome(
-            item.id,
-            item.title,
-            "wrong",
-            yours=wrong.yours,
-            expected=wrong.expected,
-            difference=wrong.difference,
-            given=wrong.given,
-            hint=wrong.hint,
-        )
+        return Outcome(item.id, item.title, "wrong", **vars(wrong))
     except _Raised as raised:
         assert raised.__cause__ is not None
         return _failed(item, raised.__cause__, raised.given, raised.hint)
@@ -265,6 +256,19 @@ def expect_number(yours: Any, expected: str, hint: str = "") -> None:
     """Raise Wrong unless ``yours`` is an int or a float; the verdict shows ``expected``."""
     if isinstance(yours, bool) or not isinstance(yours, int | float):
         raise Wrong(yours=repr(yours), expected=expected, hint=hint)
+
+
+def expect_two(yours: Any, expected: str, hint: str = "") -> None:
+    """Raise Wrong unless ``yours`` is a tuple or list of two; the verdict shows ``expected``."""
+    if not isinstance(yours, tuple | list) or len(yours) != 2:
+        raise Wrong(yours=describe(yours), expected=expected, hint=hint)
+
+
+def expect_graph(yours: torch.Tensor, what: str, hint: str) -> None:
+    """Raise Wrong unless ``yours`` requires a gradient; the verdict calls it ``what``."""
+    if not yours.requires_grad:
+        expected = f"{what} that backward can start from"
+        raise Wrong(yours=f"{what} without a graph", expected=expected, hint=hint)
 
 
 def expect_gradients(

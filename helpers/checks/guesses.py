@@ -112,20 +112,18 @@ class Guess:
     def _show(self) -> None:
         if self._shown is None or self._comparison is None:
             return
-        if self.value is None and not self.skipped:
-            data = {"text/plain": f"Make guess {self.id} above, or skip it, to see the outcome."}
-            self._shown.outputs = ({"output_type": "display_data", "data": data, "metadata": {}},)
-            return
-        self._comparison.meet(self.value)
-        # The kernel can't change a Markdown cell, so JavaScript opens the explanation.
-        opening = (
-            f'document.querySelectorAll("details.why-{self.id}")'
-            ".forEach(explanation => { explanation.open = true; });"
-        )
-        bundles = (
-            {"text/plain": repr(self._comparison), "text/html": self._comparison._repr_html_()},
-            {"application/javascript": opening},
-        )
+        bundles = [{"text/plain": f"Make guess {self.id} above, or skip it, to see the outcome."}]
+        if self.value is not None or self.skipped:
+            self._comparison.meet(self.value)
+            # The kernel can't change a Markdown cell, so JavaScript opens the explanation.
+            opening = (
+                f'document.querySelectorAll("details.why-{self.id}")'
+                ".forEach(explanation => { explanation.open = true; });"
+            )
+            bundles = [
+                {"text/plain": repr(self._comparison), "text/html": self._comparison._repr_html_()},
+                {"application/javascript": opening},
+            ]
         self._shown.outputs = tuple(
             {"output_type": "display_data", "data": data, "metadata": {}} for data in bundles
         )

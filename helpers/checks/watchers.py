@@ -45,10 +45,10 @@ class Watched(nn.Module):
     ``recorded``, and the number of earlier graphs still alive to ``live_graphs``.
     """
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, features: int = FEATURES, classes: int = CLASSES) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(FEATURES, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, CLASSES)
+            nn.Linear(features, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, classes)
         )
         self.modes: list[bool] = []
         self.recorded: list[bool] = []
@@ -63,20 +63,6 @@ class Watched(nn.Module):
         self.modes.append(self.training)
         self.recorded.append(logits.requires_grad)
         return logits
-
-
-class WatchedScores(nn.Module):
-    """A small network that records its training mode and whether there's a graph on every call."""
-
-    def __init__(self, size: int, classes: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(size, 6), nn.Tanh(), nn.Linear(6, classes))
-        self.seen: list[tuple[bool, bool]] = []
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        scores = self.layers(images)
-        self.seen.append((self.training, scores.requires_grad))
-        return scores
 
 
 class _Saved:
@@ -123,20 +109,18 @@ def count_sent(parallel: DistributedDataParallel) -> list[int]:
     return sent_bytes
 
 
-def expect_one_micro_batch(largest: int, most: int, graphs_held: int, given: str) -> None:
+def expect_one_micro_batch(largest: int, most: int, graphs_held: int) -> None:
     """Raise Wrong if a forward had more samples than a micro-batch, or if graphs were kept alive."""
     if largest > most:
         raise Wrong(
             yours=f"a forward on {largest} samples at once",
             expected=f"at most {most}, one micro-batch",
-            given=given,
             hint="Merged micro-batches need the memory that accumulation saves.",
         )
     if graphs_held:
         raise Wrong(
             yours=f"the graphs of {graphs_held + 1} micro-batches at once",
             expected="the graph of one at a time",
-            given=given,
             hint="Call backward for each micro-batch: a sum of losses keeps every graph.",
         )
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from helpers.checks import exercises, guesses, records
-from helpers.course.sections import core_and_whole
+from helpers.course.sections import core_and_whole, source
 from vgpu.tables import Table
 
 # Each route's name and audience, and its lessons ("old code" is the appendix); an empty tuple means
@@ -32,8 +32,8 @@ def overview(folder: Path | str = ".") -> Table:
     done, guessed = records.solved(), guesses.counts()
     rows, links = [], {}
     for path in paths:
-        opening = _opening(path)
-        heading = _found(r"^# (.*)$", opening)
+        opening = source(json.loads(path.read_text(encoding="utf-8"))["cells"][0])
+        heading = opening.partition("\n")[0].removeprefix("# ")
         own = [e.id for e in exercises() if f"{int(e.id.split('.')[0]):02}_" == path.name[:3]]
         known = opening.partition("**You should know**")[2]
         needed = ", ".join(sorted(set(re.findall(r"lesson (\d\d)", known)))) or "nothing"
@@ -86,12 +86,3 @@ def _lessons(folder: Path | str) -> list[Path]:
     if not paths:
         raise FileNotFoundError(f"no lessons in {Path(folder).resolve()}: run this in notebooks/")
     return paths
-
-
-def _opening(path: Path) -> str:
-    return "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
-
-
-def _found(pattern: str, text: str) -> str:
-    match = re.search(pattern, text, re.MULTILINE)
-    return match[1].strip() if match else ""

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.patches import Rectangle
 
-from helpers.plots.style import COLORS, RANK_COLORS, figure, show, title
+from helpers.plots.style import COLORS, RANK_COLORS, figure, show, text_near, title
 from vgpu.units import format_bytes, format_seconds
 
 # In units of cells: the gap between the blocks of a row, and the width of the widest row.
@@ -23,17 +23,8 @@ Held = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def origins(number: int) -> list[int]:
-    """Return the ranks that contributed to a sum: the positions of its nonzero digits.
-
-    Raises ValueError if the number is negative or has more digits than there are colors.
-    """
-    digits = str(number)
-    if not digits.isdecimal() or len(digits) > len(RANK_COLORS):
-        raise ValueError(
-            f"{number} can't be drawn: it must be at least 0 and have at most "
-            f"{len(RANK_COLORS)} digits, one per rank"
-        )
-    return [rank for rank, digit in enumerate(reversed(digits)) if digit != "0"]
+    """Return the ranks that contributed to a sum: the positions of its nonzero digits."""
+    return [rank for rank, digit in enumerate(reversed(str(number))) if digit != "0"]
 
 
 def before_and_after(
@@ -272,14 +263,8 @@ def bytes_sent(runs: dict[str, Sequence[int]]) -> None:
     for index, (name, counts) in enumerate(runs.items()):
         turns = range(1, len(counts) + 1)
         (line,) = axes.plot(turns, [c / 1024 for c in counts], marker=markers[index % 4])
-        axes.annotate(
-            f"{name}: {format_bytes(counts[-1])}",
-            (len(counts), counts[-1] / 1024),
-            xytext=(8, 0),
-            textcoords="offset points",
-            va="center",
-            color=line.get_color(),
-        )
+        end, text = (len(counts), counts[-1] / 1024), f"{name}: {format_bytes(counts[-1])}"
+        text_near(axes, text, end, (8, 0), va="center", color=line.get_color())
         axes.set_xticks(turns)
         axes.set_xlim(0.8, len(counts) * 1.5)
     axes.set(xlabel="micro-batch", ylabel="KiB passed to all-reduce")

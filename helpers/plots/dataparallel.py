@@ -19,6 +19,7 @@ from helpers.plots.style import (
     log2_ticks,
     show,
     stacked_bars,
+    text_near,
     title,
 )
 from vgpu.profiling.memory import OTHER, Snapshot
@@ -92,15 +93,9 @@ def idle_gpus(idle: Mapping[int, int], gpu_count: int) -> None:
     axes.bar(list(idle), list(idle.values()), 0.8, color=COLORS["orange"])
     last = max((size for size, count in idle.items() if count), default=None)
     if last is not None:
-        axes.annotate(
-            f"a batch of {last}",
-            (last, idle[last]),
-            xytext=(0, 16),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-            arrowprops={"arrowstyle": "->", "color": "#555555"},
-        )
+        down: Any = {"arrowstyle": "->", "color": "#555555"}
+        look: Any = {"ha": "center", "fontsize": 9, "arrowprops": down}
+        text_near(axes, f"a batch of {last}", (last, idle[last]), (0, 16), **look)
     axes.set_xticks(range(gpu_count, max(idle) + 1, gpu_count))
     axes.set(xlabel="batch size", ylabel=f"idle GPUs, of {gpu_count}", ylim=(0, gpu_count))
     axes.yaxis.get_major_locator().set_params(integer=True)
@@ -304,25 +299,22 @@ def _arrow(
     )
 
 
-def iteration(steps: Sequence[Snapshot], at_the_peak: Mapping[str, int] | None = None) -> None:
+def iteration(steps: Sequence[Snapshot], at_the_peak: Mapping[str, int]) -> None:
     """Plot MiB by cause: a panel per GPU, a stacked bar for the state after each step, peaks marked.
 
     ``at_the_peak`` names the largest tensors at the first GPU's highest peak, with their bytes;
     they are drawn beside its panel, on the same scale, above the rest of that peak.
     """
     gpus = list(steps[-1].by_cause)
-    most = max(step.peak_bytes[gpus[0]] for step in steps)
-    if at_the_peak and sum(at_the_peak.values()) > most:
-        raise ValueError(f"the peak is {most} bytes, fewer than those of {[*at_the_peak]}")
     fig, grid = figure(
         len(gpus),
-        2 if at_the_peak else 1,
+        2,
         width=8,
         height=2.2 * len(gpus),
         sharex="col",
         sharey=True,
         squeeze=False,
-        gridspec_kw={"width_ratios": (3.4, 1)} if at_the_peak else None,
+        gridspec_kw={"width_ratios": (3.4, 1)},
     )
     panels = grid[:, 0]
     places = range(len(steps))
@@ -338,14 +330,8 @@ def iteration(steps: Sequence[Snapshot], at_the_peak: Mapping[str, int] | None =
         ends = [x - 0.42 for x in places], [x + 0.42 for x in places]
         axes.hlines(peaks, *ends, color="black", path_effects=rim)
         highest = max(places, key=lambda place: peaks[place])
-        axes.annotate(
-            f"peak {peaks[highest]:.1f}",
-            (highest, peaks[highest]),
-            xytext=(0, 5),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-        )
+        place = highest, peaks[highest]
+        text_near(axes, f"peak {peaks[highest]:.1f}", place, (0, 5), ha="center", fontsize=9)
         axes.set_ylabel(f"{gpu}\nMiB")
     top = max(step.peak_bytes[gpu] for step in steps for gpu in gpus) / MIB
     panels[0].set_ylim(0, 1.25 * top)
@@ -353,11 +339,9 @@ def iteration(steps: Sequence[Snapshot], at_the_peak: Mapping[str, int] | None =
     panels[0].legend(loc="upper left", ncols=2, fontsize=8)
     others = "GPU 1 doesn't" if len(gpus) == 2 else "the others don't"
     headline(fig, f"GPU 0 holds what {others}", "counted; a line marks the peak")
-    peak = ""
-    if at_the_peak:
-        for axes in grid[1:, 1]:
-            axes.set_axis_off()
-        peak = _pile_up(grid[0, 1], steps, gpus[0], at_the_peak)
+    for axes in grid[1:, 1]:
+        axes.set_axis_off()
+    peak = _pile_up(grid[0, 1], steps, gpus[0], at_the_peak)
     summary = "; ".join(
         f"{gpu} holds "
         + ", ".join(f"{format_bytes(step.total_bytes(gpu))} after {step.step}" for step in steps)

@@ -9,11 +9,11 @@ from matplotlib.patches import Rectangle
 from helpers.plots.style import (
     COLORS,
     figure,
-    headline,
     legend_beside,
     log2_ticks,
     show,
     stacked_bars,
+    text_near,
     title,
 )
 from vgpu.profiling.memory import ACTIVATIONS, OTHER, TEMPORARY, StepRecord
@@ -48,9 +48,7 @@ def step_by_cause(record: StepRecord) -> None:
     peak = record.peak
     place, top = record.moments.index(peak), peak.total_bytes / MIB
     axes.plot([place], [top], "v", color="black")
-    axes.annotate(
-        f"peak {top:.1f} MiB: {peak.operation}", (place, top), (6, 6), textcoords="offset points"
-    )
+    text_near(axes, f"peak {top:.1f} MiB: {peak.operation}", (place, top), (6, 6))
     axes.set(ylim=(0, top * 1.25), xlabel="operations of one training step, in order")
     title(axes, f"The peak is in {peak.phase}", "bytes counted after each operation")
     first, last = record.moments[0].total_bytes / MIB, record.moments[-1].total_bytes / MIB
@@ -91,21 +89,9 @@ def step_by_module(record: StepRecord) -> None:
 
 def peaks_by_cause(records: Mapping[str, StepRecord]) -> None:
     """Plot what each record's peak consists of, as a stacked bar of MiB by cause."""
-    fig, axes = figure(width=8, height=0.9 + 0.5 * len(records))
-    peaks = [record.peak for record in records.values()][::-1]
-    sizes = {cause: [peak.by_cause[cause] / MIB for peak in peaks] for cause in _STEP_CAUSES}
-    ends = stacked_bars(axes, range(len(peaks)), sizes, CAUSE_COLORS, across=True)
-    for place, (peak, end) in enumerate(zip(peaks, ends, strict=True)):
-        axes.text(end, place, f" {end:.1f}, in {peak.phase}", va="center", fontsize=8)
-    axes.set_yticks(range(len(peaks)), list(records)[::-1])
-    axes.set(xlim=(0, max(ends) * 1.28), xlabel="MiB at the peak of one step")
-    legend_beside(axes)
-    headline(fig, "What makes up the peak", "bytes counted")
-    summary = [
-        f"{name} {peak.total_bytes / MIB:.1f} MiB in {peak.phase}"
-        for name, peak in zip(list(records)[::-1], peaks, strict=True)
-    ]
-    show(fig, f"Stacked bars of what makes up each step's peak: {'; '.join(summary[::-1])}.")
+    held = {f"{name}\nin {r.peak.phase}": r.peak.by_cause for name, r in records.items()}
+    how = "bytes counted, at the peak of one step"
+    held_by_cause(held, message="What makes up the peak", how=how, unit="MiB")
 
 
 def against_k(peaks: Mapping[int, int], times_s: Mapping[int, float], gpu: str) -> None:
@@ -294,25 +280,19 @@ def held_by_cause(
         axes.axvline(capacity, color="black", linestyle="--", linewidth=1)
         widest = max(widest, capacity)
         room = f" The capacity is {capacity:.0f} {unit}."
+    plate = {"boxstyle": "square,pad=0.1", "facecolor": "white", "linewidth": 0}
+    look: Any = {"fontsize": 9, "bbox": plate}
     for place, total in enumerate(ends):
         # A label that would lie across the dashed line is moved behind it.
         across = capacity_bytes is not None and total < capacity < total + 0.2 * widest
-        axes.annotate(
-            f"{total:.1f} {unit}",
-            (capacity if across else total, place),
-            (4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "linewidth": 0},
-        )
+        end = capacity if across else total, place
+        text_near(axes, f"{total:.1f} {unit}", end, (4, 0), va="center", **look)
     marked = {label: size / _UNITS[unit] for label, size in (marks or {}).items()}
     for (label, spot), side in zip(marked.items(), ("right", "left"), strict=False):
         axes.plot([spot], [len(names) - 0.55], "v", color="black", ms=6, clip_on=False)
         axes.text(
             spot + (widest / 150 if side == "left" else -widest / 150), len(names) - 0.33,
-            f"{label}: {spot:.1f} {unit}", ha=side, fontsize=9,
-            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "linewidth": 0},
+            f"{label}: {spot:.1f} {unit}", ha=side, **look,
         )  # fmt: skip
     if marked:
         axes.set_ylim(-0.5, len(names))

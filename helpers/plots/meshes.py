@@ -104,8 +104,8 @@ def ring_work(work: Mapping[str, Sequence[Sequence[float]]], unit: str) -> None:
     show(fig, f"Tables of {unit} by rank and step of the ring. {summary}.")
 
 
-def expert_load(tokens: Sequence[int], experts_per_rank: int, capacity: int | None = None) -> None:
-    """Plot the rows sent to each expert, colored by the expert's rank, with the experts' capacity."""
+def expert_load(tokens: Sequence[int], experts_per_rank: int) -> None:
+    """Plot the rows sent to each expert, colored by the expert's rank."""
     fig, axes = figure(width=7.0, height=2.9)
     ranks = len(tokens) // experts_per_rank
     colors = [RANK_COLORS[number // experts_per_rank] for number in range(len(tokens))]
@@ -113,9 +113,6 @@ def expert_load(tokens: Sequence[int], experts_per_rank: int, capacity: int | No
     mean = sum(tokens) / len(tokens)
     axes.axhline(mean, color=COLORS["black"], lw=1, ls="--")
     axes.text(len(tokens) - 0.4, mean, f"mean {mean:.0f}", va="bottom", ha="left", fontsize=9)
-    if capacity is not None:
-        axes.axhline(capacity, color=COLORS["vermilion"], lw=1.5)
-        axes.text(len(tokens) - 0.4, capacity, f"capacity {capacity}", va="bottom", fontsize=9)
     axes.set_xlim(-0.6, len(tokens) + 0.6)
     axes.set_xticks(range(len(tokens)), [str(number) for number in range(len(tokens))])
     axes.set(xlabel="expert", ylabel="rows")
@@ -123,11 +120,10 @@ def expert_load(tokens: Sequence[int], experts_per_rank: int, capacity: int | No
         middle = (rank + 0.5) * experts_per_rank - 0.5
         held = sum(tokens[rank * experts_per_rank : (rank + 1) * experts_per_rank])
         axes.text(middle, max(tokens) * 1.06, f"rank {rank}: {held}", ha="center", fontsize=9)
-    axes.set_ylim(0, max(*tokens, capacity or 0) * 1.18)
+    axes.set_ylim(0, max(tokens) * 1.18)
     title(axes, "The busiest rank sets the pace", f"counted on {ranks} real ranks")
     summary = ", ".join(f"expert {number} {count}" for number, count in enumerate(tokens))
-    limit = "" if capacity is None else f", and the capacity is {capacity}"
-    show(fig, f"Bar chart of rows per expert: {summary}; the mean is {mean:.0f}{limit}.")
+    show(fig, f"Bar chart of rows per expert: {summary}; the mean is {mean:.0f}.")
 
 
 WHOLE, ROWS, COLUMNS, PARTIAL = "whole", "rows", "columns", "partial"
@@ -158,16 +154,9 @@ class Held(NamedTuple):
 def held(tensors: Sequence[tuple[str, str, int, int, str]], gpus: int, message: str) -> None:
     """Draw matrices, a row per GPU: the full matrix is outlined, and the GPU's own part is colored.
 
-    A matrix that is the same on each GPU is gray.
-
-    For ``tensors``, see ``Held``. Raises ValueError for an unknown part.
+    A matrix that is the same on each GPU is gray. For ``tensors``, see ``Held``.
     """
     drawn = [Held(*tensor) for tensor in tensors]
-    for tensor in drawn:
-        if tensor.part not in _SAID:
-            raise ValueError(
-                f"unknown part of {tensor.name}: {tensor.part!r}; expected one of {', '.join(_SAID)}"
-            )
     scale = 1.4 / max(max(tensor.rows, tensor.columns) for tensor in drawn)
     height = scale * max(tensor.rows for tensor in drawn)
     places, width = [], 0.9

@@ -1,4 +1,4 @@
-"""Figures for precision: the values of a format, errors of sums and casts, losses, parts of times."""
+"""Figures for precision: the values of a format, errors of sums and casts, losses, scaled values."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from helpers.plots.style import (
     legend_beside,
     log2_ticks,
     show,
-    stacked_bars,
+    text_near,
     title,
 )
 
@@ -89,7 +89,7 @@ def errors_by_ranks(errors: Mapping[str, Mapping[int, float]]) -> None:
     axes.text(2, 0.011, "1%", fontsize=8, color="#666666", va="bottom")
     ring = next(iter(errors.values()))
     ranks, error = max(ring), ring[max(ring)]
-    axes.annotate(f"{error:.0%}", (ranks, error), (0, 5), textcoords="offset points", ha="center")
+    text_near(axes, f"{error:.0%}", (ranks, error), (0, 5), ha="center")
     log2_ticks(axes, sorted(ring))
     axes.set(yscale="log", ylim=(None, 0.2), xlabel="ranks", ylabel="relative error of the sum")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
@@ -193,30 +193,3 @@ def errors_by_outlier(errors: Mapping[str, Mapping[int, float]], message: str, h
         fig,
         f"Line chart of the other values' error by how much larger one channel is: {summary}.",
     )
-
-
-def time_bars(
-    times: Mapping[str, Mapping[str, float]], xlabel: str, message: str, how: str
-) -> None:
-    """Plot a stacked bar for each way, with its parts in order, and its total at the end.
-
-    ``times`` maps a way to {part: time, in the unit of ``xlabel``}; parts may be missing.
-    """
-    fig, axes = figure(width=7.5, height=0.9 + 0.4 * len(times))
-    ways = list(times)[::-1]
-    parts = list(dict.fromkeys(part for way in times.values() for part in way))
-    sizes = {part: [times[way].get(part, 0.0) for way in ways] for part in parts}
-    names = ("blue", "sky", "orange", "green", "purple", "gray")
-    colors = {part: COLORS[name] for part, name in zip(parts, names, strict=False)}
-    ends = stacked_bars(axes, ways, sizes, colors, across=True)
-    for place, end in enumerate(ends):
-        axes.text(end, place, f" {end:.2f}", va="center")
-    axes.set(xlabel=xlabel, xlim=(0, 1.12 * max(ends)))
-    legend_beside(axes, fontsize=9)
-    title(axes, message, how)
-    summary = "; ".join(
-        f"{way} {sum(found.values()):.2f}, of which "
-        + ", ".join(f"{part} {size:.2f}" for part, size in found.items())
-        for way, found in times.items()
-    )
-    show(fig, f"Stacked bars, {xlabel}: {summary}.")

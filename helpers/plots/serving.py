@@ -17,6 +17,7 @@ from helpers.plots.style import (
     headline,
     legend_beside,
     show,
+    text_near,
     title,
 )
 from vgpu.units import format_bytes, format_seconds
@@ -179,10 +180,10 @@ def latency_and_throughput(
         _, waits_s, speeds = zip(*points, strict=True)
         axes.plot([1e3 * s for s in waits_s], speeds, "o-", ms=4, color=color, label=name)
         batch, wait_s, speed = points[-1]
-        beside: Any = {"textcoords": "offset points", "xytext": (6, 0), "fontsize": 8}
-        axes.annotate(f"{batch}: full", (1e3 * wait_s, speed), color=color, va="center", **beside)
-    above: Any = {"textcoords": "offset points", "xytext": (-5, 4), "fontsize": 8, "ha": "right"}
-    below: Any = {"textcoords": "offset points", "xytext": (5, -13), "fontsize": 8}
+        look: Any = {"color": color, "va": "center", "fontsize": 8}
+        text_near(axes, f"{batch}: full", (1e3 * wait_s, speed), (6, 0), **look)
+    above: Any = {"offset": (-5, 4), "ha": "right"}
+    below: Any = {"offset": (5, -13)}
     sides = itertools.chain([above], itertools.repeat(below))  # the first curve is the highest
     for points, bend, color, side in zip(curves.values(), bends, SERIES, sides, strict=False):
         for (small, *low), (large, *high) in itertools.pairwise(points):
@@ -190,7 +191,7 @@ def latency_and_throughput(
                 share = math.log(bend / small) / math.log(large / small)
                 x, y = (a * (b / a) ** share for a, b in zip(low, high, strict=True))
                 axes.plot(1e3 * x, y, "|", ms=16, mew=2, color="black")
-                axes.annotate(f"{bend:.0f} users", (1e3 * x, y), color=color, **side)
+                text_near(axes, f"{bend:.0f} users", (1e3 * x, y), **side, color=color, fontsize=8)
     first = next(iter(curves.values()))[0]  # the curves start at almost the same point
     place = 1e3 * first[1], first[2]
     axes.annotate("1 user  ", place, fontsize=8, ha="right", va="center")

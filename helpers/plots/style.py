@@ -120,6 +120,17 @@ def legend_beside(axes: Axes, **options: Any) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), **{"fontsize": 8, **options})
 
 
+def text_near(
+    axes: Axes,
+    text: str,
+    point: tuple[float, float],
+    offset: tuple[float, float],
+    **options: Any,
+) -> None:
+    """Write ``text`` near a point; ``offset`` is in points, and ``options`` go to ``annotate``."""
+    axes.annotate(text, point, offset, textcoords="offset points", **options)
+
+
 def arrow(
     axes: Axes,
     start: tuple[float, float],
@@ -136,12 +147,10 @@ def show(fig: Figure, alt: str) -> None:
     """Show a finished figure with its alternative text, and close it.
 
     ``alt`` tells a reader who can't see the figure what they should know, in one to three sentences: its
-    kind, what it shows, and the numbers that matter. Raises ValueError if it has fewer than five words.
+    kind, what it shows, and the numbers that matter.
     """
-    if len(alt.split()) < 5:
-        raise ValueError(
-            f"alternative text must say what the figure shows, in a sentence; got {alt!r}"
-        )
+    wrong = f"alternative text must say what the figure shows, in a sentence; got {alt!r}"
+    assert len(alt.split()) >= 5, wrong
     display(_Picture(fig, alt))
     plt.close(fig)
 

@@ -40,9 +40,7 @@ def timeline(
     record: Timeline,
     message: str = "What each GPU does, and when",
     *,
-    host: bool = False,
     as_in_trace: bool = False,
-    axes: Axes | None = None,
     until_s: float | None = None,
     devices: Sequence[torch.device] | None = None,
     lane_names: Sequence[str] | None = None,
@@ -51,30 +49,22 @@ def timeline(
 ) -> None:
     """Draw a recording, one lane for each stream of each GPU, with ``message`` as the title.
 
-    ``host`` adds a lane for the host's waits. With ``as_in_trace``, a collective starts when its own rank
-    arrives and is hatched until the last rank has arrived, and the host's lane also shows when rank 0's
-    host works. ``until_s`` is the end of the axis; set it to draw multiple recordings on one scale.
+    With ``as_in_trace``, a collective starts when its own rank arrives and is hatched until the last rank
+    has arrived. ``until_s`` is the end of the axis; set it to draw multiple recordings on one scale.
     ``devices`` are the GPUs to draw, by default all of them. ``lane_names`` are the lanes' names, from top
     to bottom. ``notes`` are texts to write in a lane, each between two times in seconds. ``ddp`` says that
-    it's an iteration of DDP, whose copies out of the buckets are drawn as other kernels. Without
-    ``axes``, a figure is created and shown. Non-default streams whose bars would all be
-    hairlines are left out, and the line below the title says how many.
+    it's an iteration of DDP, whose copies out of the buckets are drawn as other kernels. Non-default
+    streams whose bars would all be hairlines are left out, and the line below the title says how many.
     """
     end_s = until_s or record.makespan_s or 1.0
-    every = lanes_of(record, host, devices)
+    every = lanes_of(record, devices=devices)
     if as_in_trace:
         every = {name: _with_waiting(events) for name, events in every.items()}
-        if host:
-            del every["host"]
-            every["host of rank 0"] = _host_of_rank_0(record)
     lanes, left_out = visible(every, end_s)
     if ddp:
         lanes = _without_copies_out(lanes)
     if lane_names is not None:
         lanes = dict(zip(lane_names, lanes.values(), strict=True))
-    if axes is not None:
-        _draw(axes, record, message, lanes, end_s, left_out)
-        return
     height = _TOP + _LANE * len(lanes) + _BOTTOM
     fig, axes = figure(width=8.5, height=height)
     # The axes are in the same place in every figure, and all figures have the same width, so that

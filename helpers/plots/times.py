@@ -1,4 +1,4 @@
-"""Figures for times and speeds: by split size, width, number of GPUs and checkpoint interval."""
+"""Figures for times and speeds: by split size, width, number of GPUs and interval, and their parts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +12,7 @@ from helpers.plots.style import (
     log2_ticks,
     show,
     stacked_bars,
+    text_near,
     title,
 )
 from vgpu import Timeline, covered_s
@@ -111,26 +112,41 @@ def _both(parts: Sequence[Mapping[str, float]], name: str) -> str:
 
 def split_times(timelines: Mapping[str, Timeline], message: str) -> None:
     """Plot each timeline's makespan as a bar, and how much of it collectives take."""
-    fig, axes = figure(width=7.5, height=0.9 + 0.42 * len(timelines))
-    names = list(timelines)[::-1]
-    parts = [parts_of(timelines[name]) for name in names]
-    parts_ms = {
-        "everything else": [1e3 * (whole - sent) for whole, sent in parts],
-        "collectives": [1e3 * sent for _, sent in parts],
-    }
-    colors = {"everything else": COLORS["sky"], "collectives": COLORS["vermilion"]}
-    stacked_bars(axes, names, parts_ms, colors, across=True)
-    for place, (whole, part) in enumerate(parts):
-        axes.text(1e3 * whole, place, f" {part / whole:.0%}", va="center")
-    axes.set(xlabel="ms", xlim=(0, 1.15e3 * max(whole for whole, _ in parts)))
-    legend_beside(axes, fontsize=10)
+    times_ms = {}
+    for name, timeline in timelines.items():
+        whole_s, sent_s = parts_of(timeline)
+        parts_ms = {"everything else": 1e3 * (whole_s - sent_s), "collectives": 1e3 * sent_s}
+        times_ms[f"{name}: {sent_s / whole_s:.0%}"] = parts_ms
     gpu = next(iter(timelines.values())).gpu
-    title(axes, message, f"forward and backward of one layer, virtual time, {gpu}")
+    how = f"forward and backward of one layer, virtual time, {gpu}; %: in collectives"
+    time_bars(times_ms, "ms", message, how)
+
+
+def time_bars(
+    times: Mapping[str, Mapping[str, float]], xlabel: str, message: str, how: str
+) -> None:
+    """Plot a stacked bar for each way, with its parts in order, and its total at the end.
+
+    ``times`` maps a way to {part: time, in the unit of ``xlabel``}; parts may be missing.
+    """
+    fig, axes = figure(width=7.5, height=0.9 + 0.4 * len(times))
+    ways = list(times)[::-1]
+    parts = list(dict.fromkeys(part for way in times.values() for part in way))
+    sizes = {part: [times[way].get(part, 0.0) for way in ways] for part in parts}
+    names = ("blue", "sky", "orange", "green", "purple", "gray")
+    colors = {part: COLORS[name] for part, name in zip(parts, names, strict=False)}
+    ends = stacked_bars(axes, ways, sizes, colors, across=True)
+    for place, end in enumerate(ends):
+        axes.text(end, place, f" {end:.2f}", va="center")
+    axes.set(xlabel=xlabel, xlim=(0, 1.12 * max(ends)))
+    legend_beside(axes, fontsize=9)
+    title(axes, message, how)
     summary = "; ".join(
-        f"{name}: {1e3 * whole:.2f} ms, {part / whole:.0%} of it in collectives"
-        for name, (whole, part) in zip(names[::-1], parts[::-1], strict=True)
+        f"{way} {sum(found.values()):.2f}, of which "
+        + ", ".join(f"{part} {size:.2f}" for part, size in found.items())
+        for way, found in times.items()
     )
-    show(fig, f"Stacked bars of a layer's time, and how much of it collectives take. {summary}.")
+    show(fig, f"Stacked bars, {xlabel}: {summary}.")
 
 
 def parts_of(timeline: Timeline) -> tuple[float, float]:
@@ -177,14 +193,8 @@ def speedups(times_s: Mapping[str, Mapping[int, float]], gpu: str) -> None:
     for (name, times), color, marker in zip(times_s.items(), SERIES, "os^D", strict=False):
         gains = [times[1] / times[count] for count in counts]
         axes.plot(counts, gains, marker=marker, color=color, label=name)
-        axes.annotate(
-            f"{gains[-1]:.1f} times",
-            (counts[-1], gains[-1]),
-            (8, 0),
-            textcoords="offset points",
-            va="center",
-            color=color,
-        )
+        end = counts[-1], gains[-1]
+        text_near(axes, f"{gains[-1]:.1f} times", end, (8, 0), va="center", color=color)
         texts.append(
             f"{name}: {', '.join(f'{g:.1f} on {n}' for n, g in zip(counts, gains, strict=True))}"
         )
@@ -197,11 +207,11 @@ def speedups(times_s: Mapping[str, Mapping[int, float]], gpu: str) -> None:
     show(fig, f"Line chart of the speedup over one GPU, by number of GPUs. {'; '.join(texts)}.")
 
 
-def tokens_that_hide(enough: Mapping[str, float], per_token_s: float, sequence: int = 8192) -> None:
+def tokens_that_hide(enough: Mapping[str, float], per_token_s: float) -> None:
     """Plot a layer's arithmetic and its communication by tokens per GPU, with a ring where they cross.
 
     ``enough`` maps each of four links to the tokens at which both take the same time; ``per_token_s`` is the
-    arithmetic's time for each token. A dotted line marks one ``sequence``.
+    arithmetic's time for each token. A dotted line marks one sequence of 8192.
     """
     fig, axes = figure(width=8, height=3.8)
     low, high = min(enough.values()) / 3, max(enough.values()) * 3
@@ -211,20 +221,14 @@ def tokens_that_hide(enough: Mapping[str, float], per_token_s: float, sequence: 
     colors = [COLORS[name] for name in ("orange", "green", "purple", "vermilion")]
     for (name, tokens), color in zip(enough.items(), colors, strict=True):
         time_ms = 1e3 * per_token_s * tokens
-        lowest = tokens == min(
-            enough.values()
-        )  # its label is below the line, away from the others'
+        # The lowest one's label is below the line, away from the others'.
+        lowest = tokens == min(enough.values())
         axes.plot(ends, [time_ms] * 2, color=color, label=name)
         axes.plot([tokens], [time_ms], "o", ms=9, mfc="white", mec=color, mew=2)
-        axes.annotate(
-            f"{_two_digits(tokens):,} tokens",
-            (tokens, time_ms),
-            (8, -13) if lowest else (-8, 5),
-            textcoords="offset points",
-            ha="left" if lowest else "right",
-            fontsize=9,
-        )
-    axes.axvline(sequence, color=COLORS["gray"], ls=":", lw=1.5, label="one sequence")
+        offset, side = ((8, -13), "left") if lowest else ((-8, 5), "right")
+        text = f"{_two_digits(tokens):,} tokens"
+        text_near(axes, text, (tokens, time_ms), offset, ha=side, fontsize=9)
+    axes.axvline(8192, color=COLORS["gray"], ls=":", lw=1.5, label="one sequence")
     axes.set(xscale="log", yscale="log", xlim=(low, high), xlabel="tokens per GPU")
     ticks = [1000 * 4**k for k in range(9) if low <= 1000 * 4**k <= high]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
@@ -266,11 +270,7 @@ def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, i
     axes.minorticks_off()
     axes.set_ylabel("million tokens/s, all GPUs")
     axes.legend(loc="upper left", fontsize=9)
-    title(
-        axes,
-        "More GPUs, the same batch",
-        "virtual time; dotted: linear scaling",
-    )
+    title(axes, "More GPUs, the same batch", "virtual time; dotted: linear scaling")
     summary = "; ".join(
         f"{name}: {speed[counts[0]]:.2f} on {counts[0]} GPUs, {speed[counts[-1]]:.2f} on {counts[-1]}"
         for name, speed in speeds.items()

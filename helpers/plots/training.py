@@ -9,7 +9,7 @@ import torch
 from matplotlib.patches import Rectangle
 from torch import nn
 
-from helpers.plots.style import COLORS, SERIES, figure, show, title
+from helpers.plots.style import COLORS, SERIES, figure, show, text_near, title
 from vgpu.units import format_seconds
 
 _COLORS = {"Conv2d": "blue", "Linear": "vermilion", "MaxPool2d": "green"}
@@ -88,8 +88,7 @@ def learning_curves(history: Sequence[Mapping[str, float]], device: object) -> N
     percent = [100 * record["test_accuracy"] for record in history]
     right.plot(epochs, percent, color=COLORS["orange"], marker="o", markersize=4)
     right.axhline(97, color=COLORS["gray"], linewidth=1, linestyle="--")
-    at_the_end: Any = {"xytext": (0, -12), "textcoords": "offset points", "ha": "right"}
-    right.annotate("goal: 97%", (len(history), 97), color="#666666", **at_the_end)
+    text_near(right, "goal: 97%", (len(history), 97), (0, -12), ha="right", color="#666666")
     right.set(xlabel="epoch", ylabel="held-out accuracy (%)")
     title(right, f"{percent[-1]:.1f}% after {len(history)} epochs", f"measured, {device}")
     first, last = history[0], history[-1]
@@ -102,9 +101,9 @@ def learning_curves(history: Sequence[Mapping[str, float]], device: object) -> N
     )
 
 
-def digit_grid(images: torch.Tensor, titles: Sequence[str], columns: int = 8) -> None:
+def digit_grid(images: torch.Tensor, titles: Sequence[str]) -> None:
     """Show grayscale images (N, H, W), uint8 or float, on any device, each under its title."""
-    columns = min(columns, max(len(images), 1))
+    columns = min(8, max(len(images), 1))
     rows = -(-max(len(images), 1) // columns)
     fig, axes = figure(rows, columns, width=1.05 * columns, height=1.3 * rows, squeeze=False)
     for cell in axes.flat:

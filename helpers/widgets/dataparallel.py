@@ -17,12 +17,7 @@ from vgpu.units import format_bytes
 
 
 def share_sizes(batch_size: int, gpus: Sequence[torch.device]) -> list[int]:
-    """Return how many samples each of ``gpus`` gets from the real scatter; 0 for idle ones.
-
-    Raises ValueError for an empty batch, which scatter can't split.
-    """
-    if batch_size < 1:
-        raise ValueError(f"a batch needs at least one sample, got {batch_size}")
+    """Return how many samples each of ``gpus`` gets from the real scatter; 0 for idle ones."""
     chunks = scatter(torch.empty(batch_size, 1, device=gpus[0]), list(gpus))
     sizes = [len(chunk) for chunk in chunks]
     return sizes + [0] * (len(gpus) - len(sizes))
@@ -86,8 +81,6 @@ def show_parts(
 
 def step_table(steps: Sequence[Snapshot], number: int) -> Table:
     """Return a table of bytes on each GPU after step ``number`` (from 1), and their change."""
-    if not 1 <= number <= len(steps):
-        raise ValueError(f"there are steps 1 to {len(steps)}, got {number}")
     now = steps[number - 1]
     before = steps[number - 2] if number > 1 else None
     rows = []

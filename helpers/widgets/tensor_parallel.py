@@ -27,15 +27,7 @@ Layer = Callable[..., Timeline]
 
 
 def layer_on(layer: Layer, width: int, degree: int, place: str) -> Timeline:
-    """Return the timeline of a layer on ``degree`` GPUs connected by ``place``, one of PLACES.
-
-    Raises ValueError for a width with less than one head of size 128 per GPU.
-    """
-    if width // 128 < degree:
-        raise ValueError(
-            f"a layer of width {width} has {width // 128} heads of size 128, too few for {degree} "
-            "GPUs: use fewer GPUs or a wider layer"
-        )
+    """Return the timeline of a layer on ``degree`` GPUs connected by ``place``, one of PLACES."""
     link, most_a_host = PLACES[place]
     return layer(width, degree, -(-degree // most_a_host), link=link)
 

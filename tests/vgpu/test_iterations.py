@@ -15,11 +15,11 @@ def test_ddp_overlaps_communication_and_data_parallel_serializes_it(count):
     sizes = ((64 * count, 512), (64 * count, 512))
     with vgpu.enable(count):
         replicated = vgpu.data_parallel_iteration(make_model, *sizes, count)
-        ranks = vgpu.ddp_iteration(make_model, *sizes, count, bucket_bytes=2 * 2**20)
+        ranks = vgpu.ddp_iteration(make_model, *sizes, count)
     assert ranks.makespan_s < replicated.makespan_s
     reduces = [e for e in ranks.of("vgpu:0") if e.kind == "collective"]
     backward = [e for e in ranks.of("vgpu:0") if e.backward]
-    assert len(reduces) == 6  # two blocks each
+    assert len(reduces) == 2  # a bucket of 1 MiB, and one of at most 25 MiB
     assert reduces[0].start_s < backward[-1].end_s  # during the backward pass
     assert sum(e.size_bytes for e in reduces) == 12 * (512 * 512 + 512) * 4
     updates = [e for e in ranks.of("vgpu:0") if e.name == "_foreach_add_" and not e.backward]

@@ -73,10 +73,7 @@ _cpp_device_of = torch._C.TensorBase.device.__get__
 
 
 def _device(tensor: torch.Tensor) -> torch.device:
-    device: torch.device = _cpp_device_of(tensor)
-    if device.type == gpus.CPP_DEVICE_TYPE:
-        return torch.device(gpus.DEVICE_TYPE, device.index)
-    return device
+    return gpus.shown(_cpp_device_of(tensor))
 
 
 def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

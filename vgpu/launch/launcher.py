@@ -286,9 +286,8 @@ def free_port() -> int:
     so a port in that range might be taken before the ranks have started. Raises OSError if none of
     100 ports is free.
     """
-    ports = random.SystemRandom().sample(
-        range(20_000, 30_000), 100
-    )  # not affected by the user's seed
+    # The system's random numbers aren't affected by the user's seed.
+    ports = random.SystemRandom().sample(range(20_000, 30_000), 100)
     for port in ports:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

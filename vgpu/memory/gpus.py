@@ -281,6 +281,13 @@ def meant_by(device: Any) -> VirtualGPU:
     return gpu
 
 
+def shown(device: torch.device) -> torch.device:
+    """Return a virtual GPU's device as Python names it; return any other device unchanged."""
+    if device.type == CPP_DEVICE_TYPE:
+        return torch.device(DEVICE_TYPE, device.index)
+    return device
+
+
 def _no_such_device(index: int) -> Exception:
     if _count == 0:
         return RuntimeError("No VGPU GPUs are available: call vgpu.enable(count) first")

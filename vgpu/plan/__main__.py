@@ -108,6 +108,22 @@ _COUNTS = {
     f"(default: {Plan.accumulate})",
     "micro_batches": "micro-batches per batch in a pipeline (default: the value of --pp)",
 }
+_SWITCHES = {
+    "wrap_ends": (
+        "--wrap-ends",
+        "wrap the embedding and the output separately in FSDP2, as notebooks/train.py does",
+    ),
+    "float8": (
+        "--float8",
+        "run the matmuls of the blocks' linear layers in float8, with one scale per tensor",
+    ),
+    "fuses": ("--compile", "fuse elementwise operations, as torch.compile does"),
+    "async_tp": (
+        "--async-tp",
+        "with --compile: overlap matmuls, piece by piece, with their collectives within a host "
+        "(asynchronous tensor parallelism)",
+    ),
+}
 _SEARCH = {
     "hosts": "hosts in the cluster; use this in place of a layout",
     "sequences": "maximum number of sequences per step, across all GPUs",
@@ -163,28 +179,8 @@ def parser() -> argparse.ArgumentParser:
         choices=REDUCE,
         help=f"dtype in which gradients are reduced across ranks (default: {Plan.reduce})",
     )
-    step.add_argument(
-        "--wrap-ends",
-        action="store_true",
-        help="wrap the embedding and the output separately in FSDP2, as notebooks/train.py does",
-    )
-    step.add_argument(
-        "--float8",
-        action="store_true",
-        help="run the matmuls of the blocks' linear layers in float8, with one scale per tensor",
-    )
-    step.add_argument(
-        "--compile",
-        action="store_true",
-        dest="fuses",
-        help="fuse elementwise operations, as torch.compile does",
-    )
-    step.add_argument(
-        "--async-tp",
-        action="store_true",
-        help="with --compile: overlap matmuls, piece by piece, with their collectives within a "
-        "host (asynchronous tensor parallelism)",
-    )
+    for name, (option, text) in _SWITCHES.items():
+        step.add_argument(option, action="store_true", dest=name, help=text)
     step.add_argument(
         "--gpu",
         metavar="NAME",

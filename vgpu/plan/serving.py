@@ -26,6 +26,9 @@ from vgpu.units import format_bytes, format_seconds
 BITS = (8, 16)
 """Bits per weight or cached element: 8 for float8, 16 for bfloat16."""
 
+USABLE_MEMORY = 0.9
+"""The fraction of a GPU's memory for weights and cache (vLLM's gpu_memory_utilization)."""
+
 _ACTIVATION_BYTES = 2  # per element of hidden states, embedding and output: bfloat16
 
 
@@ -55,8 +58,6 @@ class Server:
     embedding and the output stay in bfloat16.
     """
     cache_bits: int = 16
-    usable_memory: float = 0.9
-    """The fraction of a GPU's memory for weights and cache (vLLM's gpu_memory_utilization)."""
     cost: CostModel = DEFAULT_COST
     """The GPU, its links and network, and the fractions of their peaks that are reached."""
     _products: dict[tuple[int, ...], float] = dataclasses.field(
@@ -71,8 +72,6 @@ class Server:
         for name in ("weight_bits", "cache_bits"):
             if getattr(self, name) not in BITS:
                 raise ValueError(f"{name} must be 8 or 16, got {getattr(self, name)!r}")
-        if not 0 < self.usable_memory <= 1:
-            raise ValueError(f"usable_memory must be in (0, 1], got {self.usable_memory!r}")
         if self.weight_bits == 8 and self.cost.spec.fp8_flop_per_s is None:
             raise ValueError(
                 f"{self.cost.spec.name} can't multiply float8 tensors: use weight_bits=16, or a "
@@ -116,7 +115,7 @@ class Server:
     @property
     def cache_tokens(self) -> int:
         """The number of tokens that fit in the cache; negative if the weights don't fit."""
-        room = self.usable_memory * self.cost.spec.memory_bytes - self.weight_bytes
+        room = USABLE_MEMORY * self.cost.spec.memory_bytes - self.weight_bytes
         return math.floor(room / self.cache_bytes_per_token)
 
     @property
@@ -174,21 +173,18 @@ class Server:
         As soon as a sequence ends, the next one's prompt is processed along with the others' next
         tokens (continuous batching with chunked prefill).
         """
-        return batch / self.mixed_step_s(batch, prompt, output)
-
-    def mixed_step_s(self, batch: int, prompt: int, output: int) -> float:
-        """Return the mean time between two tokens of a sequence, under ``tokens_per_s``'s load."""
         check_count("batch", batch)
         check_count("output", output)
         group = math.ceil(batch / self.pp)
         prompts = group / output  # that start in each step
         context = prompt + output // 2
-        return self._forward_s(
+        step_s = self._forward_s(
             group + math.ceil(prompts * prompt),
             group,
             group * (context + 1) + math.ceil(prompts * prompt * (prompt + 1) / 2),
             group * (context + 1) + math.ceil(prompts * prompt),
         )
+        return batch / step_s
 
     # One forward pass
 
@@ -282,7 +278,7 @@ def report(server: Server, prompt: int, output: int) -> str:
     rows = [
         ("weights", format_bytes(server.weight_bytes)),
         ("cache per token", format_bytes(server.cache_bytes_per_token)),
-        (f"memory, {server.usable_memory:.0%} usable", format_bytes(spec.memory_bytes)),
+        (f"memory, {USABLE_MEMORY:.0%} usable", format_bytes(spec.memory_bytes)),
         ("tokens that fit in the cache", f"{max(0, server.cache_tokens):,}"),
         (f"sequences of {prompt:,} + {output:,} tokens", f"{most:,}"),
     ]

@@ -415,15 +415,7 @@ def _device(plain: Any) -> property:
     """Return the property ``Tensor.device``, extended to these wrappers."""
     get_plain = plain.__get__
 
-    def get(tensor: torch.Tensor) -> torch.device:
-        device: torch.device = get_plain(tensor)
-        if device.type == gpus.CPP_DEVICE_TYPE:
-            gpu = gpus.resolve(device)
-            if gpu is not None:
-                return gpu.device
-        return device
-
-    return property(get, doc=plain.__doc__)
+    return property(lambda tensor: gpus.shown(get_plain(tensor)), doc=plain.__doc__)
 
 
 def _new_tensor(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

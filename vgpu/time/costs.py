@@ -199,11 +199,8 @@ class Workload(NamedTuple):
 
 _SHARES = ("arithmetic_share", "memory_share", "link_share", "network_share", "locked_share")
 _SECONDS = ("python_launch_s", "engine_launch_s", "kernel_s")
-_COUNTS = {
-    "gpus_per_host": 0,
-    "collective_processors": 0,
-    "slowest_of": 1,
-}  # with the minimum of each
+# Each count's minimum.
+_COUNTS = {"gpus_per_host": 0, "collective_processors": 0, "slowest_of": 1}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -205,9 +205,6 @@ def union_s(intervals: Iterable[tuple[float, float]]) -> float:
 # halfway through.
 
 
-if TYPE_CHECKING:  # timeline.py imports this file
-    from vgpu.time.timeline import HostRange, Timeline, TraceEvent
-
 Row = dict[str, Any]
 
 KINETO_DTYPES = {
@@ -242,7 +239,7 @@ _COLLECTIVES = {
 }
 
 
-def trace_of(timeline: "Timeline", rank: int | None) -> Row:
+def trace_of(timeline: Timeline, rank: int | None) -> Row:
     """Return the contents of the file, for one rank or (if None) for all ranks; times are in µs."""
     position = None if rank is None else timeline.ranks.index(rank)
     writer = _Writer(timeline)
@@ -270,7 +267,7 @@ def trace_of(timeline: "Timeline", rank: int | None) -> Row:
 class _Writer:
     """Creates the rows of a timeline, each with its rank's position, which ``trace_of`` removes."""
 
-    def __init__(self, timeline: "Timeline") -> None:
+    def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._are_joined = len(timeline.ranks) > 1
         self._correlation = 0
@@ -320,7 +317,7 @@ class _Writer:
             "tid": thread,
         }
 
-    def _operator(self, event: "TraceEvent", launch: Row) -> Iterator[Row]:
+    def _operator(self, event: TraceEvent, launch: Row) -> Iterator[Row]:
         start_s = event.launch_s - event.launching_s
         name = f"c10d::{event.name}" if event.kind == "collective" else f"aten::{event.name}"
         arguments = {"External id": launch["args"]["External id"], "module": event.module}
@@ -328,7 +325,7 @@ class _Writer:
         yield launch
         yield {**_flow(launch, launch["ts"]), "ph": "s"}
 
-    def _launch(self, event: "TraceEvent", position: int) -> Row:
+    def _launch(self, event: TraceEvent, position: int) -> Row:
         thread = 0 if self._are_joined else event.thread
         where = self._thread(position, thread, event.backward, event.device.index)
         name = {"copy": "cudaMemcpyAsync", "collective": "cudaLaunchKernelExC"}.get(event.kind)
@@ -337,7 +334,7 @@ class _Writer:
         number = self._correlation
         return {**where, **call, "args": {"correlation": number, "External id": number}}
 
-    def _wait(self, event: "TraceEvent") -> Row:
+    def _wait(self, event: TraceEvent) -> Row:
         position = event.stream if self._are_joined else 0
         thread = 0 if self._are_joined else event.stream
         where = self._thread(position, thread, False, 0)
@@ -347,7 +344,7 @@ class _Writer:
         span = _span("cuda_runtime", name, event.start_s, event.end_s)
         return {**where, **span, "args": {"for": f"aten::{event.name}"}}
 
-    def _range(self, each: "HostRange") -> Row:
+    def _range(self, each: HostRange) -> Row:
         position = each.device.index if self._are_joined else 0
         thread = 0 if self._are_joined else each.thread
         where = self._thread(position, thread, each.backward, each.device.index)
@@ -356,7 +353,7 @@ class _Writer:
 
     # GPUs
 
-    def _on_gpu(self, event: "TraceEvent", launch: Row) -> Iterator[Row]:
+    def _on_gpu(self, event: TraceEvent, launch: Row) -> Iterator[Row]:
         stream = _DEFAULT_STREAM + event.stream
         arguments = {**launch["args"], "device": event.device.index, "stream": stream}
         arguments |= {"module": event.module, "bytes": event.size_bytes}
@@ -378,7 +375,7 @@ class _Writer:
         at_us = _whole_ns(start_s)
         yield {**_flow(launch, at_us), **where, "ph": "f", "bp": "e"}
 
-    def _collective(self, event: "TraceEvent", name: str) -> Row:
+    def _collective(self, event: TraceEvent, name: str) -> Row:
         group = {
             "Process Group Name": event.group,
             "Process Group Ranks": str(list(event.ranks)),
@@ -442,7 +439,7 @@ def _metadata(what: str, **arguments: Any) -> Row:
     return {"ph": "M", "ts": 0, "name": what, "args": arguments}
 
 
-def _memcpy(event: "TraceEvent") -> str:
+def _memcpy(event: TraceEvent) -> str:
     source, target = (end is not None and end.type != "cpu" for end in (event.source, event.target))
     if source and target:
         return "Memcpy PtoP (Device -> Device)"

@@ -337,6 +337,11 @@ def _submodule(name: str, **members: Any) -> ModuleType:
     return module
 
 
+def _names_of_ours(theirs: Any) -> dict[str, Any]:
+    """Return the members of one of torch.cuda's modules that this module has, too."""
+    return {name: globals()[name] for name in theirs.__all__ if name in globals()}
+
+
 amp = _submodule(
     "amp",
     autocast=_Autocast,
@@ -344,21 +349,7 @@ amp = _submodule(
     custom_fwd=functools.partial(torch.amp.custom_fwd, device_type=gpus.DEVICE_TYPE),
     custom_bwd=functools.partial(torch.amp.custom_bwd, device_type=gpus.DEVICE_TYPE),
 )
-memory = _submodule(
-    "memory",
-    empty_cache=empty_cache,
-    get_per_process_memory_fraction=get_per_process_memory_fraction,
-    ipc_collect=ipc_collect,
-    max_memory_allocated=max_memory_allocated,
-    max_memory_reserved=max_memory_reserved,
-    mem_get_info=mem_get_info,
-    memory_allocated=memory_allocated,
-    memory_reserved=memory_reserved,
-    memory_stats=memory_stats,
-    memory_summary=memory_summary,
-    reset_peak_memory_stats=reset_peak_memory_stats,
-    set_per_process_memory_fraction=set_per_process_memory_fraction,
-)
+memory = _submodule("memory", **_names_of_ours(torch.cuda.memory))
 # These names, with their underscores, are documented on PyTorch's page about CUDA memory.
 vars(memory).update(
     _record_memory_history=snapshot.record_history,
@@ -367,16 +358,5 @@ vars(memory).update(
 )
 _MARKERS = ("mark", "range_end", "range_pop", "range_push", "range_start")
 nvtx = _submodule("nvtx", range=_range, **dict.fromkeys(_MARKERS, _marker))
-random = _submodule(
-    "random",
-    get_rng_state=get_rng_state,
-    get_rng_state_all=get_rng_state_all,
-    initial_seed=initial_seed,
-    manual_seed=manual_seed,
-    manual_seed_all=manual_seed_all,
-    seed=seed,
-    seed_all=seed_all,
-    set_rng_state=set_rng_state,
-    set_rng_state_all=set_rng_state_all,
-)
+random = _submodule("random", **_names_of_ours(torch.cuda.random))
 __getattr__ = _missing_in("")

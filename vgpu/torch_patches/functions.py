@@ -236,15 +236,9 @@ def _grouping_by_name(plain: Callable[..., dict[Any, Any]]) -> Callable[..., dic
     @functools.wraps(plain)
     def grouped(*args: Any, **kwargs: Any) -> dict[Any, Any]:
         groups = plain(*args, **kwargs)
-        return {(_named(device), dtype): group for (device, dtype), group in groups.items()}
+        return {(d and gpus.shown(d), dtype): group for (d, dtype), group in groups.items()}
 
     return grouped
-
-
-def _named(device: torch.device | None) -> torch.device | None:
-    if device is not None and device.type == gpus.CPP_DEVICE_TYPE:
-        return torch.device(gpus.DEVICE_TYPE, device.index)
-    return device
 
 
 # ``tensor.data = other`` across devices, which ``Module.to`` uses to preserve parameter identity

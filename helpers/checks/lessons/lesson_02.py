@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.autograd_graph import SavedTensors
-from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
-from helpers.checks.watchers import WatchedScores
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, expect_graph, for_input
+from helpers.checks.watchers import Watched
 from vgpu.units import format_bytes
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -57,12 +57,8 @@ _EDITED = "Your function changed its arguments in place. The caller's tensors mu
 
 
 def _gradient_of(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if not loss.requires_grad:
-        raise Wrong(
-            yours="a loss without a graph",
-            expected="a loss whose backward() reaches weight",
-            hint="Something between weight and the loss cuts the graph: detach, data or no_grad.",
-        )
+    hint = "Something between weight and the loss cuts the graph: detach, data or no_grad."
+    expect_graph(loss, "a loss", hint)
     try:
         return torch.autograd.grad(loss, weight)[0]
     except RuntimeError as error:
@@ -167,11 +163,11 @@ def _expect_mean(yours: Any, expected: float, counts: list[int]) -> None:
 @exercise("2.3", "Train the head alone")
 def head_loss(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
     size, width, classes, batch = (int(torch.randint(3, 9, ())) for _ in range(4))
-    backbone, head = WatchedScores(size, width), nn.Linear(width, classes)
+    backbone, head = Watched(0.0, size, width), nn.Linear(width, classes)
     images, labels = torch.randn(batch, size), torch.randint(classes, (batch,))
     expected = F.cross_entropy(head(backbone(images).detach()), labels)
     right = torch.autograd.grad(expected, head.weight)[0]
-    backbone.seen.clear()
+    backbone.recorded.clear()
 
     hint = "Backward needs the head's input, and inference tensors can't be saved for backward."
     with for_input(f"{batch} images of {size} pixels, {width} features, {classes} classes", hint):
@@ -181,12 +177,8 @@ def head_loss(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
         _expect_backbone_untouched(backbone)
         hint = "Return the cross-entropy of head(backbone(images))."
         expect_close(loss.detach(), expected.detach(), hint=hint)
-        if not loss.requires_grad:
-            raise Wrong(
-                yours="a loss without a graph",
-                expected="a loss whose backward() reaches the head",
-                hint="Call the head outside of the block that records nothing.",
-            )
+        hint = "Call the head outside of the block that records nothing."
+        expect_graph(loss, "a loss", hint)
         loss.backward()
         expect_close(head.weight.grad, right, hint="The gradient of the head's weight is wrong.")
     return {"your graph": "only the head's", "graphs in the backbone": "0, as required"}
@@ -207,10 +199,12 @@ def _with_recording_restored(answer: Callable[..., Any], *given: Any) -> Any:
     return returned
 
 
-def _expect_backbone_untouched(backbone: WatchedScores) -> None:
-    if len(backbone.seen) != 1:
+def _expect_backbone_untouched(backbone: Watched) -> None:
+    if len(backbone.recorded) != 1:
         raise Wrong(
-            yours=f"{len(backbone.seen)} calls to the backbone", expected="1", hint="Call it once."
+            yours=f"{len(backbone.recorded)} calls to the backbone",
+            expected="1",
+            hint="Call it once.",
         )
     if not all(parameter.requires_grad for parameter in backbone.parameters()):
         raise Wrong(
@@ -218,7 +212,7 @@ def _expect_backbone_untouched(backbone: WatchedScores) -> None:
             expected="parameters as before the call",
             hint="requires_grad_(False) changes the caller's network for good.",
         )
-    if backbone.seen[0][1]:
+    if backbone.recorded[0]:
         raise Wrong(
             yours="a graph was recorded in the backbone",
             expected="no graph",

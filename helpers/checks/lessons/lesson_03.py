@@ -16,7 +16,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from helpers import devices
-from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
+from helpers.checks.core import (
+    Wrong,
+    exercise,
+    expect_close,
+    expect_equal,
+    expect_two,
+    for_input,
+)
 from helpers.checks.describing import describe
 from helpers.checks.watchers import CLASSES, FEATURES, Augmented, ReadBacks, Trainer, Watched
 
@@ -82,9 +89,8 @@ def _check_one_evaluation(
 
 
 def _check_answer(answer: Any, model: Watched, expected: tuple[float, float]) -> None:
-    if not isinstance(answer, tuple | list) or len(answer) != 2:
-        hint = "Return two numbers: loss_sum / count, right / count."
-        raise Wrong(yours=answer, expected="(mean loss, fraction correct)", hint=hint)
+    hint = "Return two numbers: loss_sum / count, right / count."
+    expect_two(answer, "(mean loss, fraction correct)", hint)
     if any(model.modes):
         raise Wrong(
             yours=f"{sum(model.modes)} of {len(model.modes)} batches in train mode",
@@ -205,8 +211,7 @@ _PLAIN = (torch.Tensor, dict, list, tuple, int, float, str)
 def check_state(state: Callable) -> dict[str, Any]:
     device = devices.lab(1)[0]
     gpu_api = torch.get_device_module(device)
-    states = torch.get_rng_state(), gpu_api.get_rng_state(device)
-    try:
+    with torch.random.fork_rng([device.index], device_type=device.type):
         run = _SmallRun(device)
         run.train(random.randint(2, 3))
         expected = _saved_and_loaded(
@@ -230,9 +235,6 @@ def check_state(state: Callable) -> dict[str, Any]:
                         expected=f"{name}: {describe(part)}",
                         hint=_PARTS[name],
                     )
-    finally:
-        torch.set_rng_state(states[0])
-        gpu_api.set_rng_state(states[1], device)
     return {"your checkpoint": f"{len(saved)} parts, each equal to the run's after loading"}
 
 
@@ -302,15 +304,12 @@ def _saved_and_loaded(answer: Any) -> dict[str, Any]:
 
 @exercise("3.4", "Stop in the middle of an epoch")
 def check_remaining_batches(remaining_batches: Callable) -> dict[str, Any]:
-    random_state = torch.get_rng_state()
-    try:
+    with torch.random.fork_rng(devices=[]):
         # Enough items that another shuffle never leaves the same ones for the rest of the epoch.
         total = random.randint(5, 7)
         # In the middle, before the first batch, and after the last.
         for done in (random.randint(2, total - 2), 0, total):
             _check_one_resume(remaining_batches, total, done)
-    finally:
-        torch.set_rng_state(random_state)
     return {
         "your losses": "the uninterrupted run's, bit for bit, up to the end of the next epoch",
         "stopped": "in the middle, before the first batch, and after the last",

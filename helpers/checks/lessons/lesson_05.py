@@ -21,6 +21,7 @@ from helpers.checks.core import (
     expect_close,
     expect_equal,
     expect_gradients,
+    expect_graph,
     expect_tensor,
     for_input,
 )
@@ -105,12 +106,8 @@ def _judge_parts(
             expected=f"an output on {gpus[0]}",
             hint="gather takes the device on which the outputs are joined.",
         )
-    if not yours.requires_grad:
-        raise Wrong(
-            yours="an output without a graph",
-            expected="an output that backward can start from",
-            hint="Call the four parts with gradients enabled, and don't detach anything.",
-        )
+    hint = "Call the four parts with gradients enabled, and don't detach anything."
+    expect_graph(yours, "an output", hint)
     chunks = [(str(g), len(chunk)) for g, chunk in zip(gpus, x.chunk(len(gpus)), strict=False)]
     seen = sorted(module.seen)
     if seen != chunks:
@@ -228,12 +225,8 @@ def _judge_loss(
                 "add one with unsqueeze(0)."
             )
         raise Wrong(yours=f"shape {tuple(yours.shape)}", expected="shape (1,)", hint=hint)
-    if not yours.requires_grad:
-        raise Wrong(
-            yours="a loss without a graph",
-            expected="a loss that backward can start from",
-            hint="Don't detach the loss, and compute it with gradients enabled.",
-        )
+    hint = "Don't detach the loss, and compute it with gradients enabled."
+    expect_graph(yours, "a loss", hint)
     hint = "Return F.cross_entropy of the module's outputs, summed over the chunk."
     if torch.allclose(yours * len(x), expected, rtol=1e-3):
         hint = (

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from helpers.checks.core import Wrong, exercise, expect_close
+from helpers.checks.core import Wrong, exercise, expect_close, for_input
 from helpers.checks.describing import describe
 from helpers.checks.on_ranks import GPU, answer_on_gpu, on_ranks
 from vgpu.profiling import count_collectives_on_gpu
@@ -22,35 +22,33 @@ def all_reduce_of_two_halves(answer: Callable[[torch.Tensor], torch.Tensor]) -> 
         given = f"{ranks} ranks, each with {length} {kind} elements"
         results = on_ranks(answer_on_gpu, ranks, answer, tensors, given=given, gpu=GPU)
         for rank, (yours, calls) in enumerate(results):
-            where = f"{given}; on rank {rank}"
-            names = [name for name, _ in calls]
-            if {"all_reduce", "reduce"} & set(names):
-                raise Wrong(
-                    yours=f"calls {', '.join(names)}",
-                    expected="reduce_scatter and all_gather",
-                    given=where,
-                    hint="Compute the sum without all_reduce or reduce.",
-                )
-            hint = _hint_for_sum(yours, sum(tensors), tensors[rank])
-            expect_close(yours, sum(tensors), given=where, hint=hint)
-            if sorted(names) != ["all_gather", "reduce_scatter"]:
-                hint = "The sum is right, but the budget is one call to each of these two."
-                if set(names) == {"all_gather"}:
-                    hint = (
-                        "The sum is right, but over budget. Gathering full tensors sends n - 1 of "
-                        "them to each rank; parts of the sum are enough."
+            with for_input(f"{given}; on rank {rank}"):
+                names = [name for name, _ in calls]
+                if {"all_reduce", "reduce"} & set(names):
+                    raise Wrong(
+                        yours=f"calls {', '.join(names)}",
+                        expected="reduce_scatter and all_gather",
+                        hint="Compute the sum without all_reduce or reduce.",
                     )
-                elif "all_to_all" in names:
-                    hint = (
-                        "The sum is right. An all_to_all whose parts you then add is a "
-                        "reduce_scatter: one call does both."
+                hint = _hint_for_sum(yours, sum(tensors), tensors[rank])
+                expect_close(yours, sum(tensors), hint=hint)
+                if sorted(names) != ["all_gather", "reduce_scatter"]:
+                    hint = "The sum is right, but the budget is one call to each of these two."
+                    if set(names) == {"all_gather"}:
+                        hint = (
+                            "The sum is right, but over budget. Gathering full tensors sends n - 1 "
+                            "of them to each rank; parts of the sum are enough."
+                        )
+                    elif "all_to_all" in names:
+                        hint = (
+                            "The sum is right. An all_to_all whose parts you then add is a "
+                            "reduce_scatter: one call does both."
+                        )
+                    raise Wrong(
+                        yours=f"calls {', '.join(names) or 'no collective'}",
+                        expected="one reduce_scatter, then one all_gather",
+                        hint=hint,
                     )
-                raise Wrong(
-                    yours=f"calls {', '.join(names) or 'no collective'}",
-                    expected="one reduce_scatter, then one all_gather",
-                    given=where,
-                    hint=hint,
-                )
     return {
         "sums": "exactly equal on 2 and on 3 ranks",
         "each rank called": ", then ".join(f"{name} of {size} elements" for name, size in calls),
@@ -81,10 +79,10 @@ def mean_over_unequal_shards(answer: Callable[[torch.Tensor], Any]) -> dict[str,
         given = f"{ranks} ranks with {', '.join(map(str, lengths))} values"
         results = on_ranks(answer_on_gpu, ranks, answer, shards, given=given, gpu=GPU)
         for rank, (yours, calls) in enumerate(results):
-            where = f"{given}; on rank {rank}"
-            number = _number(yours, where)
-            hint = _hint_for_mean(number, shards, rank, talked=bool(calls))
-            expect_close(number, expected.double(), given=where, hint=hint, rtol=1e-4, atol=1e-4)
+            with for_input(f"{given}; on rank {rank}"):
+                number = _number(yours)
+                hint = _hint_for_mean(number, shards, rank, talked=bool(calls))
+                expect_close(number, expected.double(), hint=hint, rtol=1e-4, atol=1e-4)
         for rank, (_, calls) in enumerate(results):
             if len(calls) != 1 or calls[0][1] > 2:
                 spent = ", ".join(f"{name} of {size} elements" for name, size in calls)
@@ -102,13 +100,12 @@ def mean_over_unequal_shards(answer: Callable[[torch.Tensor], Any]) -> dict[str,
     }
 
 
-def _number(yours: Any, where: str) -> torch.Tensor:
+def _number(yours: Any) -> torch.Tensor:
     single = isinstance(yours, torch.Tensor) and yours.numel() == 1
     if not single and (isinstance(yours, bool) or not isinstance(yours, int | float)):
         raise Wrong(
             yours=yours,
             expected="one number",
-            given=where,
             hint="Every rank needs the mean: return it as a number or a tensor with one element.",
         )
     return torch.as_tensor(yours).detach().double().reshape(())
@@ -178,22 +175,21 @@ def stop_together(repaired: Callable[..., list[float]]) -> dict[str, Any]:
             count_collectives_on_gpu, ranks, repaired, losses, limit, given=given, gpu=GPU
         )
         for rank, (yours, calls) in enumerate(results):
-            _judge_averages(yours, expected, losses, limit, f"rank {rank}, {given}")
-            if len(calls) < len(expected):
-                raise Wrong(
-                    yours=f"{len(calls)} collectives for {len(expected)} averages",
-                    expected="one for each average",
-                    given=f"rank {rank}, {given}",
-                    hint="In a real training run, a rank doesn't know the others' losses.",
-                )
-            if len(calls) > most:
-                raise Wrong(
-                    yours=f"{len(calls)} collectives in {most} steps",
-                    expected=f"{most}, one per step",
-                    given=f"rank {rank}, {given}",
-                    hint="One all_reduce already tells every rank the average. Use it to decide, "
-                    "and leave the loop.",
-                )
+            with for_input(f"rank {rank}, {given}"):
+                _judge_averages(yours, expected, losses, limit)
+                if len(calls) < len(expected):
+                    raise Wrong(
+                        yours=f"{len(calls)} collectives for {len(expected)} averages",
+                        expected="one for each average",
+                        hint="In a real training run, a rank doesn't know the others' losses.",
+                    )
+                if len(calls) > most:
+                    raise Wrong(
+                        yours=f"{len(calls)} collectives in {most} steps",
+                        expected=f"{most}, one per step",
+                        hint="One all_reduce already tells every rank the average. Use it to "
+                        "decide, and leave the loop.",
+                    )
     return {
         "your averages": [round(average, 3) for average in yours],
         "collectives on each rank": len(calls),
@@ -202,12 +198,12 @@ def stop_together(repaired: Callable[..., list[float]]) -> dict[str, Any]:
 
 
 def _judge_averages(
-    yours: Any, expected: list[float], losses: list[list[float]], limit: float, where: str
+    yours: Any, expected: list[float], losses: list[list[float]], limit: float
 ) -> None:
     hint = "All ranks return the averages before the first one that's below the limit, or all of "
     hint += "them if none is."
     if not isinstance(yours, list):
-        raise Wrong(yours=yours, expected=describe(expected), given=where, hint=hint)
+        raise Wrong(yours=yours, expected=describe(expected), hint=hint)
     first, summed = yours[0] if yours else None, sum(of_rank[0] for of_rank in losses)
     if isinstance(first, int | float) and math.isclose(first, summed, rel_tol=1e-4):
         hint = "These are the sums of the ranks' losses: divide by the number of ranks."
@@ -221,7 +217,7 @@ def _judge_averages(
         hint = "It stops too early: an average that equals the limit isn't below it."
     elif len(yours) < len(expected):
         hint = "It stops too early: what counts is the average, not one rank's loss."
-    expect_close(yours, expected, given=where, hint=hint, rtol=1e-4, atol=1e-4)
+    expect_close(yours, expected, hint=hint, rtol=1e-4, atol=1e-4)
 
 
 def _two_falling_to_the_limit(early: int, limit: float) -> list[list[float]]:
@@ -263,26 +259,24 @@ def ring_all_reduce(answer: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
         given = f"{ranks} ranks, each with {length} elements"
         results = on_ranks(answer_on_gpu, ranks, answer, tensors, given=given, gpu=GPU)
         for rank, (yours, calls) in enumerate(results):
-            where = f"{given}; on rank {rank}"
-            sizes = [size for name, size in calls if name == "send"]
-            others = {name for name, _ in calls} - {"send", "recv"}
-            if others:
-                raise Wrong(
-                    yours=f"calls {', '.join(sorted(others))}",
-                    expected="only sends and receives",
-                    given=where,
-                    hint="Use only exchange to build the sum.",
-                )
-            hint = _hint_for_ring(yours, total, tensors[rank], ranks)
-            expect_close(yours, total, given=where, hint=hint)
-            budget = 2 * (ranks - 1) * -(-length // ranks)
-            if sum(sizes) > budget:
-                raise Wrong(
-                    yours=f"{sum(sizes)} elements sent",
-                    expected=f"at most {budget}: 2(n-1) chunks",
-                    given=where,
-                    hint="The sum is right. Send one chunk in each step, not the full tensor.",
-                )
+            with for_input(f"{given}; on rank {rank}"):
+                sizes = [size for name, size in calls if name == "send"]
+                others = {name for name, _ in calls} - {"send", "recv"}
+                if others:
+                    raise Wrong(
+                        yours=f"calls {', '.join(sorted(others))}",
+                        expected="only sends and receives",
+                        hint="Use only exchange to build the sum.",
+                    )
+                hint = _hint_for_ring(yours, total, tensors[rank], ranks)
+                expect_close(yours, total, hint=hint)
+                budget = 2 * (ranks - 1) * -(-length // ranks)
+                if sum(sizes) > budget:
+                    raise Wrong(
+                        yours=f"{sum(sizes)} elements sent",
+                        expected=f"at most {budget}: 2(n-1) chunks",
+                        hint="The sum is right. Send one chunk in each step, not the full tensor.",
+                    )
         sent[ranks] = (
             f"the last rank, with {length} elements, sent {sum(sizes)} in {len(sizes)} messages"
         )

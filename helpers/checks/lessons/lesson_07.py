@@ -74,21 +74,22 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
                         else "Broadcast parameters and buffers from rank 0 while wrapping.",
                     )
         for rank, ((_, after), calls) in enumerate(results):
-            where = f"rank {rank}; {given}"
-            hint = _hint_for_steps(after[0], steps[0], nn.utils.parameters_to_vector(single[2:]))
-            for step, (mine, theirs) in enumerate(zip(after, steps, strict=True)):
-                at = f"the parameters after step {step + 1}, {where}"
-                expect_close(mine, theirs, given=at, hint=hint)
-                largest = max(largest, (mine - theirs).abs().max().item())
-            reduces = sum(name == "all_reduce" for name, _ in calls)
-            counts.add(reduces / 3)
-            if reduces > 3 * 4:
-                raise Wrong(
-                    yours=f"{reduces} calls to all_reduce in 3 steps",
-                    expected="12: one per backward for each of the 4 parameters",
-                    given=where,
-                    hint="Register one hook for each parameter, and do it only once.",
+            with for_input(f"rank {rank}; {given}"):
+                hint = _hint_for_steps(
+                    after[0], steps[0], nn.utils.parameters_to_vector(single[2:])
                 )
+                for step, (mine, theirs) in enumerate(zip(after, steps, strict=True)):
+                    at = f"the parameters after step {step + 1}, rank {rank}; {given}"
+                    expect_close(mine, theirs, given=at, hint=hint)
+                    largest = max(largest, (mine - theirs).abs().max().item())
+                reduces = sum(name == "all_reduce" for name, _ in calls)
+                counts.add(reduces / 3)
+                if reduces > 3 * 4:
+                    raise Wrong(
+                        yours=f"{reduces} calls to all_reduce in 3 steps",
+                        expected="12: one per backward for each of the 4 parameters",
+                        hint="Register one hook for each parameter, and do it only once.",
+                    )
     return {
         "largest difference from one process": f"{largest:.1e}, on 2 and 3 ranks, in 3 steps",
         "all_reduce": f"{max(counts):g} per step, for 4 parameters",
@@ -262,8 +263,9 @@ def accumulate_and_send_once(
             expected = 2 * ((flat_x @ weight.T - flat_y) * flat_x).mean(0, keepdim=True)
             where = given if turn == 0 else f"a second accumulation, {given}"
             for rank, (gradients, sent, largest, held) in enumerate(results):
-                _judge(rank, gradients[turn], expected, count, sent[turn], where)
-                expect_one_micro_batch(largest, size, held, where)
+                with for_input(f"rank {rank}, {where}"):
+                    _judge(gradients[turn], expected, count, sent[turn])
+                    expect_one_micro_batch(largest, size, held)
     once = results[0][0][0].nbytes
     return {
         "given": given,
@@ -273,12 +275,10 @@ def accumulate_and_send_once(
 
 
 def _judge(
-    rank: int,
     gradient: torch.Tensor,
     expected: torch.Tensor,
     count: int,
     sent_bytes: int,
-    given: str,
 ) -> None:
     """Judge one rank's gradient and bytes after one accumulation of ``count`` micro-batches."""
     once = gradient.nbytes
@@ -292,7 +292,6 @@ def _judge(
         raise Wrong(
             yours="DDP reduced nothing",
             expected=f"{once} bytes, one complete gradient",
-            given=given,
             hint=by_hand if right else alone,
         )
     hint = "Compare with the mean over all micro-batches on all ranks."
@@ -302,12 +301,11 @@ def _judge(
         )
     elif torch.allclose(2 * gradient, expected, rtol=1e-4, atol=1e-6):
         hint = "This is half the right gradient, on 2 ranks: DDP already divides by their number."
-    expect_close(gradient, expected, given=f"rank {rank}, {given}", hint=hint, rtol=1e-4, atol=1e-6)
+    expect_close(gradient, expected, hint=hint, rtol=1e-4, atol=1e-6)
     if sent_bytes > once:
         raise Wrong(
             yours=f"{sent_bytes} bytes reduced",
             expected=f"{once} bytes, one complete gradient",
-            given=given,
             hint="DDP reduced after more than one micro-batch. The forward decides whether it "
             "does: it belongs inside no_sync(), too.",
         )

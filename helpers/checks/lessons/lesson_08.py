@@ -239,17 +239,16 @@ def balanced_cut(answer: Callable[..., int]) -> dict[str, str]:
             yours = answer(copy.deepcopy(layers), batch.clone(), gpus)
             hint = "Return how many layers go on the first GPU; each GPU gets at least one."
             expect_whole_number(yours, 1, len(layers) - 1, hint=hint)
-        lowest = min(peaks.values())
-        if peaks[yours] > 1.05 * lowest:
-            fits = [hint for hint, cut in _rules(widths).items() if cut == yours]
-            raise Wrong(
-                yours=f"cut {yours}: {format_bytes(peaks[yours])} on the fuller GPU",
-                expected=f"at most {format_bytes(1.05 * lowest)}",
-                given=given,
-                hint=fits[0]
-                if fits
-                else "Measure every cut and choose the one with the lowest peak.",
-            )
+            lowest = min(peaks.values())
+            if peaks[yours] > 1.05 * lowest:
+                fits = [hint for hint, cut in _rules(widths).items() if cut == yours]
+                raise Wrong(
+                    yours=f"cut {yours}: {format_bytes(peaks[yours])} on the fuller GPU",
+                    expected=f"at most {format_bytes(1.05 * lowest)}",
+                    hint=fits[0]
+                    if fits
+                    else "Measure every cut and choose the one with the lowest peak.",
+                )
         half = (len(widths) - 1) // 2
         shown[f"widths {widths}"] = (
             f"cut {yours}: {format_bytes(peaks[yours])} on the fuller GPU; "

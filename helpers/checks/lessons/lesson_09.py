@@ -15,6 +15,7 @@ from helpers.checks.core import (
     expect_close,
     expect_equal,
     expect_gradients,
+    expect_graph,
     expect_tensor,
     expect_whole_number,
     for_input,
@@ -55,19 +56,21 @@ def pipelined(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
         )
         with vgpu.enable(count) as lab, for_input(given, hint):
             stages, batch = _stages(width, lab.devices), torch.randn(rows, width)
-            _judge_calls(answer, stages, lab.devices, size, batch)
-            _judge_outputs(answer, stages, lab.devices, size, batch)
+            _judge_loop(answer, stages, lab.devices, size, batch)
     return _judge_overlap(answer)
 
 
-def _judge_calls(
+def _judge_loop(
     answer: Callable[..., torch.Tensor],
     stages: list[nn.Module],
     gpus: list[torch.device],
     size: int,
     batch: torch.Tensor,
 ) -> None:
-    """Raise Wrong unless every stage sees every piece once and the last GPU has the result."""
+    """Raise Wrong unless every stage sees every piece once, and the last GPU has the result.
+
+    Outputs and gradients must match our loop's.
+    """
     seen: list[list[int]] = [[] for _ in stages]
     hooks = [
         stage.register_forward_pre_hook(lambda _, inputs, i=i: seen[i].append(len(inputs[0])))
@@ -86,28 +89,13 @@ def _judge_calls(
             )
     expect_tensor(yours, hint="Join the outputs of the pieces: torch.cat(outputs).")
     expect_equal(yours.device, gpus[-1], hint="The outputs stay on the last GPU.")
-
-
-def _judge_outputs(
-    answer: Callable[..., torch.Tensor],
-    stages: list[nn.Module],
-    gpus: list[torch.device],
-    size: int,
-    batch: torch.Tensor,
-) -> None:
-    """Raise Wrong unless the outputs and the gradients match our loop's."""
     mine, ours = nn.Sequential(*stages), copy.deepcopy(nn.Sequential(*stages))
     expected = _ours(list(ours), gpus, size, batch)
     expected.sum().backward()
-    yours = answer(list(stages), list(gpus), size, batch.clone())
     hint = "The outputs differ from one device's: are they in the batch's order?"
     expect_close(yours.detach().cpu(), expected.detach().cpu(), hint=hint)
-    if not yours.requires_grad:
-        raise Wrong(
-            yours="an output without a graph",
-            expected="an output with a graph",
-            hint="detach(), no_grad() and .data cut the graph; .to() doesn't.",
-        )
+    hint = "detach(), no_grad() and .data cut the graph; .to() doesn't."
+    expect_graph(yours, "an output", hint)
     yours.sum().backward()
     expect_gradients(mine.parameters(), ours.parameters())
 
@@ -223,28 +211,27 @@ def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> dic
         ):
             yours = answer(time_of, batch_size)
             expect_whole_number(yours, 1, batch_size, hint="Return the size, not its time.")
-        if len(asked) > _MOST_RECORDINGS:
-            raise Wrong(
-                yours=f"{len(asked)} recordings",
-                expected=f"at most {_MOST_RECORDINGS}",
-                given=given,
-                hint="The curve is flat near its minimum: try sizes that differ by a factor of 2.",
-            )
-        asked_then = list(asked)
-        # For each number of pieces, try the smallest size that needs no more pieces.
-        for count in range(1, batch_size + 1):
-            time_of(-(-batch_size // count))
-        time_of(yours)
-        best = min(times_s, key=lambda size: times_s[size])
-        if times_s[yours] > 1.05 * times_s[best]:
-            raise Wrong(
-                yours=f"pieces of {yours}: {format_seconds(times_s[yours])}",
-                expected=f"at most {format_seconds(1.05 * times_s[best])}; "
-                f"pieces of {best} take {format_seconds(times_s[best])}",
-                given=given,
-                hint="It depends on the GPU, the link and the network: call time_of, also for very "
-                "small pieces and for the whole batch.",
-            )
+            if len(asked) > _MOST_RECORDINGS:
+                raise Wrong(
+                    yours=f"{len(asked)} recordings",
+                    expected=f"at most {_MOST_RECORDINGS}",
+                    hint="The curve is flat near its minimum: try sizes that differ by a factor "
+                    "of 2.",
+                )
+            asked_then = list(asked)
+            # For each number of pieces, try the smallest size that needs no more pieces.
+            for count in range(1, batch_size + 1):
+                time_of(-(-batch_size // count))
+            time_of(yours)
+            best = min(times_s, key=lambda size: times_s[size])
+            if times_s[yours] > 1.05 * times_s[best]:
+                raise Wrong(
+                    yours=f"pieces of {yours}: {format_seconds(times_s[yours])}",
+                    expected=f"at most {format_seconds(1.05 * times_s[best])}; "
+                    f"pieces of {best} take {format_seconds(times_s[best])}",
+                    hint="It depends on the GPU, the link and the network: call time_of, also for "
+                    "very small pieces and for the whole batch.",
+                )
         shown[given] = (
             f"pieces of {yours}, {format_seconds(times_s[yours])}, {len(set(asked_then))} recordings; "
             f"best {best}, {format_seconds(times_s[best])}; the whole batch "
@@ -301,14 +288,13 @@ def repaired(
                     _use_memory(rows, there)
                     products = answer(pinned, there)
                 _judge_products(products, expected, timeline)
-            if timeline.makespan_s > 1.1 * ours.makespan_s:
-                raise Wrong(
-                    yours=f"no race, {format_seconds(timeline.makespan_s)}",
-                    expected=f"at most {format_seconds(1.1 * ours.makespan_s)}",
-                    given=given,
-                    hint="Right, but copies and matmuls take turns. Wait as early in the "
-                    "loop and for as little as possible; Python itself shouldn't wait at all.",
-                )
+                if timeline.makespan_s > 1.1 * ours.makespan_s:
+                    raise Wrong(
+                        yours=f"no race, {format_seconds(timeline.makespan_s)}",
+                        expected=f"at most {format_seconds(1.1 * ours.makespan_s)}",
+                        hint="Right, but copies and matmuls take turns. Wait as early in the "
+                        "loop and for as little as possible; Python itself shouldn't wait at all.",
+                    )
             with vgpu.record() as in_turn:
                 _use_memory(rows, there)
                 for batch in pinned:

@@ -95,25 +95,22 @@ def layers_per_stage(answer: Callable[[list[float], int], Sequence[int]]) -> dic
         given = f"layers of {layer_times} units, {devices} devices"
         with for_input(given, "Return how many layers each stage has, in order."):
             yours = answer(list(layer_times), devices)
-        counts = list(yours) if isinstance(yours, list | tuple) else []
-        whole = all(type(count) is int and count >= 1 for count in counts)
-        if not whole or len(counts) != devices or sum(counts) != len(layer_times):
-            raise Wrong(
-                yours=repr(yours),
-                expected=f"{devices} integers of at least 1 that add up to {len(layer_times)}",
-                given=given,
-                hint="Return how many layers each stage has, in order.",
-            )
-        best, taken = _shortest_step(layer_times, devices), _step(layer_times, counts)
-        if taken > 1.05 * best:
-            stages = _stage_times(layer_times, counts)
-            raise Wrong(
-                yours=f"stages of {[round(each, 6) for each in stages]} units, a step of {taken:g}",
-                expected=f"a step of at most {1.05 * best:g} units",
-                given=given,
-                hint=f"All stages run at the pace of the longest, which takes {max(stages):g} units "
-                "here. With other cuts, it takes less.",
-            )
+            counts = list(yours) if isinstance(yours, list | tuple) else []
+            whole = all(type(count) is int and count >= 1 for count in counts)
+            if not whole or len(counts) != devices or sum(counts) != len(layer_times):
+                raise Wrong(
+                    yours=repr(yours),
+                    expected=f"{devices} integers of at least 1 that add up to {len(layer_times)}",
+                )
+            best, taken = _shortest_step(layer_times, devices), _step(layer_times, counts)
+            if taken > 1.05 * best:
+                stages = [round(each, 6) for each in _stage_times(layer_times, counts)]
+                raise Wrong(
+                    yours=f"stages of {stages} units, a step of {taken:g}",
+                    expected=f"a step of at most {1.05 * best:g} units",
+                    hint=f"All stages run at the pace of the longest, which takes {max(stages):g} "
+                    "units here. With other cuts, it takes less.",
+                )
         even = len(layer_times) // devices
         equal = [*[even] * (devices - 1), len(layer_times) - even * (devices - 1)]
         shown = {

@@ -137,7 +137,7 @@ def accumulate_over_ranks(answer: Callable[..., None]) -> dict[str, str]:
         for rank, (gradient, sent, calls, largest, held) in enumerate(results):
             with for_input(f"{given}, on rank {rank}"):
                 _judge_rank(gradient, expected, sent, calls, batches)
-            expect_one_micro_batch(largest, max(sizes[rank]), held, f"{given}, on rank {rank}")
+                expect_one_micro_batch(largest, max(sizes[rank]), held)
             others = [f"{name} of {size}" for name, size in calls if size < weight.numel()]
             shown[f"rank {rank}, {len(sizes[rank])} micro-batches"] = (
                 f"gradient all-reduces: {sent}; other collectives: {', '.join(others) or 'none'}; "

@@ -41,24 +41,23 @@ def zero1_step(answer: Callable[..., None]) -> dict[str, str]:
         results = on_ranks(
             _zero1_on_rank, _RANKS, answer, net.state_dict(), layers, batches, given=given, gpu=GPU
         )
-    sizes = [parameter.numel() for parameter in net.parameters()]
-    for rank, (steps, (kept, calls)) in enumerate(results):
-        for step, (yours, wanted) in enumerate(zip(steps, expected, strict=True), 1):
-            if not torch.allclose(yours, wanted, rtol=0, atol=1e-5):
+        sizes = [parameter.numel() for parameter in net.parameters()]
+        for rank, (steps, (kept, calls)) in enumerate(results):
+            for step, (yours, wanted) in enumerate(zip(steps, expected, strict=True), 1):
+                if not torch.allclose(yours, wanted, rtol=0, atol=1e-5):
+                    raise Wrong(
+                        yours=yours,
+                        expected=wanted,
+                        given=f"{given}: the parameters on rank {rank} after step {step}",
+                        hint=_zero1_hint(yours, wanted, _before(net, expected, step), calls),
+                    )
+            if kept:
                 raise Wrong(
-                    yours=yours,
-                    expected=wanted,
-                    given=f"{given}: the parameters on rank {rank} after step {step}",
-                    hint=_zero1_hint(yours, wanted, _before(net, expected, step), calls),
+                    yours=f"{kept} gradients still set on rank {rank}",
+                    expected="no parameter has a gradient",
+                    hint="The next backward adds to what's left in .grad: set it to None.",
                 )
-        if kept:
-            raise Wrong(
-                yours=f"{kept} gradients still set on rank {rank}",
-                expected="no parameter has a gradient",
-                given=given,
-                hint="The next backward adds to what's left in .grad: set it to None.",
-            )
-        _judge_collectives(calls, sizes, rank, given)
+            _judge_collectives(calls, sizes, rank)
     names = [name for name, _ in results[0][1][1]]
     pairs = [pair for steps, _ in results for pair in zip(steps, expected, strict=True)]
     apart = max((yours - wanted).abs().max().item() for yours, wanted in pairs)
@@ -149,9 +148,7 @@ def _zero1_hint(
     return f"The step is {ratio:.2f} times as large as the right one."
 
 
-def _judge_collectives(
-    calls: Sequence[tuple[str, int]], sizes: Sequence[int], rank: int, given: str
-) -> None:
+def _judge_collectives(calls: Sequence[tuple[str, int]], sizes: Sequence[int], rank: int) -> None:
     allowed = {"reduce_scatter": len(sizes) * _STEPS, "all_gather": len(sizes) * _STEPS}
     names = [name for name, _ in calls]
     for name in sorted(set(names)):
@@ -159,7 +156,6 @@ def _judge_collectives(
             raise Wrong(
                 yours=f"{names.count(name)} {name} calls on rank {rank}",
                 expected=f"at most {allowed.get(name, 0)} in {_STEPS} steps",
-                given=given,
                 hint=(
                     "An all-reduce does both halves, but a rank needs only a quarter of the sum. "
                     if name == "all_reduce"
@@ -309,16 +305,15 @@ def which_batch(answer: Callable[[int, float, float], float]) -> dict[str, str]:
         with for_input(given, "Return the number of tokens as one number."):
             yours = answer(gpus, flop_per_s, bytes_per_s)
             expect_number(yours, "a number of tokens")
-        # Two bytes per parameter, and two operations per parameter and token: the twos cancel.
-        wanted = (gpus - 1) / gpus * flop_per_s / bytes_per_s
-        # The number rounded up to a whole token is right, too.
-        if not abs(yours - wanted) <= max(0.01 * wanted, 1):
-            raise Wrong(
-                yours=f"{yours:,.1f} tokens",
-                expected=f"{wanted:,.1f} tokens",
-                given=given,
-                hint=_tokens_hint(yours / wanted, gpus),
-            )
+            # Two bytes per parameter, and two operations per parameter and token: the twos cancel.
+            wanted = (gpus - 1) / gpus * flop_per_s / bytes_per_s
+            # The number rounded up to a whole token is right, too.
+            if not abs(yours - wanted) <= max(0.01 * wanted, 1):
+                raise Wrong(
+                    yours=f"{yours:,.1f} tokens",
+                    expected=f"{wanted:,.1f} tokens",
+                    hint=_tokens_hint(yours / wanted, gpus),
+                )
         shown[given] = f"{yours:,.0f} tokens per GPU"
     return shown
 
@@ -354,23 +349,22 @@ def fill_from_checkpoint(answer: Callable[[Any, Path], None]) -> dict[str, str]:
                     _fill_on_rank, ranks, answer, width, folder, given=given, gpu=GPU
                 )
             for rank, (yours, untouched, saved, gathers) in enumerate(results):
-                if not torch.equal(yours, saved):
-                    raise Wrong(
-                        yours=yours,
-                        expected=saved,
-                        given=f"{given}, rank {rank}",
-                        hint="The model hasn't changed: dcp.load fills the tensors of the "
-                        "dictionary that you pass. Are they the model's own?"
-                        if torch.equal(yours, untouched)
-                        else "The values differ from the checkpoint's.",
-                    )
-                if gathers:
-                    raise Wrong(
-                        yours=f"{gathers} parameter all-gathers on rank {rank}",
-                        expected="none: each rank reads only its own slices from the files",
-                        given=given,
-                        hint="full_tensor() and full_state_dict=True gather the whole model.",
-                    )
+                with for_input(f"{given}, rank {rank}"):
+                    if not torch.equal(yours, saved):
+                        raise Wrong(
+                            yours=yours,
+                            expected=saved,
+                            hint="The model hasn't changed: dcp.load fills the tensors of the "
+                            "dictionary that you pass. Are they the model's own?"
+                            if torch.equal(yours, untouched)
+                            else "The values differ from the checkpoint's.",
+                        )
+                    if gathers:
+                        raise Wrong(
+                            yours=f"{gathers} parameter all-gathers on rank {rank}",
+                            expected="none: each rank reads only its own slices from the files",
+                            hint="full_tensor() and full_state_dict=True gather the whole model.",
+                        )
             shown[f"{ranks} ranks"] = f"{saved.numel()} parameters match, none gathered"
     return shown
 

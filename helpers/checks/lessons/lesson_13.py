@@ -62,18 +62,17 @@ def linear_split_by_rows(answer: Callable[..., Any]) -> dict[str, Any]:
         given = f"{ranks} ranks, x of shape ({batch}, {inputs // ranks}) on each, {outputs} outputs"
         results = on_ranks(split, ranks, answer, x, weight, bias, target, given=given, gpu=GPU)
         for rank, (returned, forward, backward) in enumerate(results):
-            where = f"{given}; on rank {rank}"
-            parts = [gradient.chunk(ranks, 1)[rank] for gradient in (of_x, of_weight)]
-            wanted = [whole.detach(), *parts, of_bias]
-            expect_close(
-                returned[0], wanted[0], given=where, hint=_hint_for_rows(returned[0], whole)
-            )
-            names = ("x", "weight", "bias")
-            for name, mine, right in zip(names, returned[1:], wanted[1:], strict=True):
-                hint = _hint_for_gradient(mine, right, ranks)
-                expect_close(mine, right, given=f"{where}, the gradient of {name}", hint=hint)
-            _expect_budget(forward, 1, 4 * batch * outputs, "forward", where)
-            _expect_budget(backward, 0, 0, "backward", where)
+            with for_input(f"{given}; on rank {rank}"):
+                parts = [gradient.chunk(ranks, 1)[rank] for gradient in (of_x, of_weight)]
+                wanted = [whole.detach(), *parts, of_bias]
+                expect_close(returned[0], wanted[0], hint=_hint_for_rows(returned[0], whole))
+                names = ("x", "weight", "bias")
+                for name, mine, right in zip(names, returned[1:], wanted[1:], strict=True):
+                    hint = _hint_for_gradient(mine, right, ranks)
+                    where = f"{given}; on rank {rank}, the gradient of {name}"
+                    expect_close(mine, right, given=where, hint=hint)
+                _expect_budget(forward, 1, 4 * batch * outputs, "forward")
+                _expect_budget(backward, 0, 0, "backward")
         sent[f"{ranks} ranks"] = (
             f"output and gradients match; forward sends one all_reduce of {4 * batch * outputs} B, "
             "backward nothing"
@@ -105,9 +104,7 @@ def _hint_for_gradient(yours: Any, right: torch.Tensor, ranks: int) -> str:
     return "Every rank continues with the same output: pass its gradient back unchanged."
 
 
-def _expect_budget(
-    calls: list[tuple[str, int]], count: int, size_bytes: int, phase: str, where: str
-) -> None:
+def _expect_budget(calls: list[tuple[str, int]], count: int, size_bytes: int, phase: str) -> None:
     """Raise ``Wrong`` unless ``calls`` are at most ``count`` all-reduces of ``size_bytes``."""
     spent = sum(size for _, size in calls)
     if (
@@ -119,7 +116,6 @@ def _expect_budget(
         raise Wrong(
             yours=f"{phase} sends {_in_words(calls)}",
             expected=f"{phase} sends {budget}",
-            given=where,
             hint="The results are right, but over budget.",
         )
 
@@ -158,22 +154,20 @@ def from_fourteen_to_eight(answer: Any) -> dict[str, Any]:
         raise
     size_bytes = 4 * tokens.numel() * _SMALL_GPT.width
     for rank, (off, off_gradient, calls, _) in enumerate(results):
-        where = f"{given}; on rank {rank}"
-        if not (off <= 1e-4 and off_gradient <= 1e-4):
-            raise Wrong(
-                yours=f"logits off by {off:.2g}, gradients by {off_gradient:.2g}",
-                expected="one GPU's logits and gradients",
-                given=where,
-                hint="An input is declared with a placement that it doesn't have: outside the "
-                "matmuls, every tensor is replicated on each GPU.",
-            )
-        if Counter(calls) != {("all_reduce", size_bytes): 8}:
-            raise Wrong(
-                yours=f"{len(calls)} collectives: {_in_words(calls)}",
-                expected=f"8 collectives: {_in_words([('all_reduce', size_bytes)] * 8)}",
-                given=where,
-                hint=_hint_for_count(len(calls)),
-            )
+        with for_input(f"{given}; on rank {rank}"):
+            if not (off <= 1e-4 and off_gradient <= 1e-4):
+                raise Wrong(
+                    yours=f"logits off by {off:.2g}, gradients by {off_gradient:.2g}",
+                    expected="one GPU's logits and gradients",
+                    hint="An input is declared with a placement that it doesn't have: outside the "
+                    "matmuls, every tensor is replicated on each GPU.",
+                )
+            if Counter(calls) != {("all_reduce", size_bytes): 8}:
+                raise Wrong(
+                    yours=f"{len(calls)} collectives: {_in_words(calls)}",
+                    expected=f"8 collectives: {_in_words([('all_reduce', size_bytes)] * 8)}",
+                    hint=_hint_for_count(len(calls)),
+                )
     return {
         "for": given,
         "logits and gradients": "match one GPU's",
@@ -241,36 +235,33 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
         )
         raise
     for rank, (off, off_gradient, calls, shares) in enumerate(results):
-        where = f"{given}; on rank {rank}"
-        whole = sorted(name for name, share in shares.items() if share > 0.5)
-        if not (off <= 1e-4 and off_gradient <= 1e-3):
-            paired = {"attention.key.weight", "attention.value.weight"} & set(whole)
-            raise Wrong(
-                yours=f"output off by {off:.2g}, gradients by {off_gradient:.2g}",
-                expected="one GPU's output and gradients",
-                given=where,
-                hint="Each rank has half of the query heads, but all of the key-value heads: it "
-                "pairs the wrong ones."
-                if paired
-                else "Somewhere, part of a sum or of a row is used as if it were all of it: what "
-                "does each layer output?",
-            )
-        if whole:
-            raise Wrong(
-                yours=f"each rank holds all of {', '.join(whole)}",
-                expected="each rank holds half of each matrix",
-                given=where,
-                hint="The results are right, but these layers have no entry in the plan.",
-            )
-        wanted = [("all_reduce", x.nbytes)] * 4
-        if Counter(calls) != Counter(wanted):
-            raise Wrong(
-                yours=f"sends {_in_words(calls)}",
-                expected=f"sends {_in_words(wanted)}",
-                given=where,
-                hint="The results are right, but over budget: which input becomes a DTensor more "
-                "than once? And what's gathered, only to be split again?",
-            )
+        with for_input(f"{given}; on rank {rank}"):
+            whole = sorted(name for name, share in shares.items() if share > 0.5)
+            if not (off <= 1e-4 and off_gradient <= 1e-3):
+                paired = {"attention.key.weight", "attention.value.weight"} & set(whole)
+                raise Wrong(
+                    yours=f"output off by {off:.2g}, gradients by {off_gradient:.2g}",
+                    expected="one GPU's output and gradients",
+                    hint="Each rank has half of the query heads, but all of the key-value heads: "
+                    "it pairs the wrong ones."
+                    if paired
+                    else "Somewhere, part of a sum or of a row is used as if it were all of it: "
+                    "what does each layer output?",
+                )
+            if whole:
+                raise Wrong(
+                    yours=f"each rank holds all of {', '.join(whole)}",
+                    expected="each rank holds half of each matrix",
+                    hint="The results are right, but these layers have no entry in the plan.",
+                )
+            wanted = [("all_reduce", x.nbytes)] * 4
+            if Counter(calls) != Counter(wanted):
+                raise Wrong(
+                    yours=f"sends {_in_words(calls)}",
+                    expected=f"sends {_in_words(wanted)}",
+                    hint="The results are right, but over budget: which input becomes a DTensor "
+                    "more than once? And what's gathered, only to be split again?",
+                )
     return {
         "for": given,
         "output and gradients": "match one GPU's",
@@ -366,16 +357,15 @@ def split_cross_entropy(answer: Callable[..., Any]) -> dict[str, Any]:
         given = f"{ranks} ranks, {tokens} tokens, {words // ranks} logits per token on each{large}"
         results = on_ranks(split, ranks, answer, logits, targets, given=given, gpu=GPU)
         for rank, (loss, gradient, forward, backward) in enumerate(results):
-            where = f"{given}; on rank {rank}"
-            hint = _hint_for_loss(loss, expected.item(), tokens)
-            expect_close(loss, expected.detach(), given=where, hint=hint, rtol=1e-4, atol=1e-4)
-            right = whole.grad.chunk(ranks, 1)[rank]
-            hint = _hint_for_gradient(gradient, right, ranks)
-            expect_close(
-                gradient, right, given=f"{where}, the gradient", hint=hint, rtol=1e-3, atol=1e-5
-            )
-            _expect_budget(forward, 3, 4 * tokens, "forward", where)
-            _expect_budget(backward, 0, 0, "backward", where)
+            with for_input(f"{given}; on rank {rank}"):
+                hint = _hint_for_loss(loss, expected.item(), tokens)
+                expect_close(loss, expected.detach(), hint=hint, rtol=1e-4, atol=1e-4)
+                right = whole.grad.chunk(ranks, 1)[rank]
+                hint = _hint_for_gradient(gradient, right, ranks)
+                where = f"{given}; on rank {rank}, the gradient"
+                expect_close(gradient, right, given=where, hint=hint, rtol=1e-3, atol=1e-5)
+                _expect_budget(forward, 3, 4 * tokens, "forward")
+                _expect_budget(backward, 0, 0, "backward")
         gathered = 4 * tokens * words * (ranks - 1) / ranks
         used = 3 * 2 * (ranks - 1) / ranks * 4 * tokens
         shown[given] = (
@@ -398,10 +388,8 @@ def _hint_for_loss(yours: Any, expected: float, tokens: int) -> str:
     )
 
 
-_FAR = (
-    (1024, 32768),
-    (1024, 256),
-)  # (width, tokens): first the GPUs are the bottleneck, then the host
+# (width, tokens): first the GPUs are the bottleneck, then the host.
+_FAR = ((1024, 32768), (1024, 256))
 # An estimate leaves out small costs and adds none: the right answer is up to 5.9% too short, and
 # never too long. With half of the latency, it's 7.4% too short; with one all-reduce missing, 10%;
 # with 2 tensors sent instead of 2(n - 1)/n, it's 2.4% too long.
@@ -424,7 +412,6 @@ def how_far_to_split(answer: Callable[..., Any]) -> dict[str, Any]:
                 raise Wrong(
                     yours=yours,
                     expected="a dict with the keys 1, 2, 4 and 8",
-                    hint="Return a dict: {1: .., 2: .., 4: .., 8: ..}, in seconds.",
                 )
             yours = {degree: float(value) for degree, value in yours.items()}
         of_degrees = {1: alone} | {n: _layer_on(width, tokens, n) for n in (2, 4, 8)}

@@ -28,15 +28,14 @@ def groups_of(answer: Callable[[tuple[int, ...], int], list[list[int]]]) -> dict
         expected = ranks.movedim(dimension, -1).reshape(-1, sizes[dimension]).tolist()
         with for_input(given, "Return a list of groups, each a list of ranks."):
             yours = answer(sizes, dimension)
-        groups = _as_groups(yours)
-        if sorted(groups) != sorted(expected):
-            raise Wrong(
-                yours=yours,
-                expected=expected,
-                given=given,
-                hint=_hint_for_groups(groups, expected, sizes, dimension),
-                values=True,
-            )
+            groups = _as_groups(yours)
+            if sorted(groups) != sorted(expected):
+                raise Wrong(
+                    yours=yours,
+                    expected=expected,
+                    hint=_hint_for_groups(groups, expected, sizes, dimension),
+                    values=True,
+                )
     return {
         "meshes": len(meshes),
         "the last one": f"{sizes}, dimension {dimension}: {len(expected)} groups, the first is "
@@ -174,9 +173,8 @@ def attend(answer: Callable[[torch.Tensor, Iterator[Any]], torch.Tensor]) -> dic
         blocks = [(scale * torch.randn(2, 3, n, 8), torch.randn(2, 3, n, 8)) for n in lengths]
         if scale > 1:  # the highest score comes last, then first
             blocks.sort(key=lambda block: (given_query @ block[0].mT).amax().item())
-        below = [
-            (-keys.abs(), values) for keys, values in blocks
-        ]  # starting from a highest score of 0 is wrong
+        # With all scores below 0, starting from a highest score of 0 is wrong.
+        below = [(-keys.abs(), values) for keys, values in blocks]
         turns = (given_query, blocks), (given_query, blocks[::-1]), (given_query.abs(), below)
         for query, order in turns:
             keys, values = (torch.cat(parts, dim=-2) for parts in zip(*order, strict=True))
@@ -185,28 +183,29 @@ def attend(answer: Callable[[torch.Tensor, Iterator[Any]], torch.Tensor]) -> dic
             given = f"blocks of {[len(k[0, 0]) for k, _ in order]} keys, "
             given += f"scores from {scores.amin():.0f} to {scores.amax():.0f}"
             held: list[int] = []
-            with for_input(given, "Return a tensor of the query's shape."), _Largest() as seen:
-                yours = answer(query, _one_at_a_time(order, held))
-            hint = _hint_for_softmax(yours, query, order, expected)
-            if scores.amax() < 0:
-                hint += " Start from a highest score of minus infinity: all scores may be below 0."
-            expect_close(yours, expected, given=given, hint=hint, rtol=1e-3, atol=1e-4)
-            room = 2 * 3 * 12 * max(8, *(k.size(-2) for k, _ in order))
-            if seen.numel > room:
-                raise Wrong(
-                    yours=f"a tensor with {seen.numel} elements",
-                    expected=f"at most {room}, as many as the largest block has scores",
-                    given=given,
-                    hint="The values are right, but blocks are joined. Process one at a time.",
-                )
-            if max(held, default=0) > 2:  # a loop also holds the previous block
-                raise Wrong(
-                    yours=f"{max(held)} blocks held at once",
-                    expected="one, while it's needed",
-                    given=given,
-                    hint="The values are right, but earlier blocks are kept. Keep only the highest "
-                    "score, the sum and the output so far, and drop each block.",
-                )
+            with for_input(given, "Return a tensor of the query's shape."):
+                with _Largest() as seen:
+                    yours = answer(query, _one_at_a_time(order, held))
+                hint = _hint_for_softmax(yours, query, order, expected)
+                if scores.amax() < 0:
+                    hint += (
+                        " Start from a highest score of minus infinity: all scores may be below 0."
+                    )
+                expect_close(yours, expected, hint=hint, rtol=1e-3, atol=1e-4)
+                room = 2 * 3 * 12 * max(8, *(k.size(-2) for k, _ in order))
+                if seen.numel > room:
+                    raise Wrong(
+                        yours=f"a tensor with {seen.numel} elements",
+                        expected=f"at most {room}, as many as the largest block has scores",
+                        hint="The values are right, but blocks are joined. Process one at a time.",
+                    )
+                if max(held, default=0) > 2:  # a loop also holds the previous block
+                    raise Wrong(
+                        yours=f"{max(held)} blocks held at once",
+                        expected="one, while it's needed",
+                        hint="The values are right, but earlier blocks are kept. Keep only the "
+                        "highest score, the sum and the output so far, and drop each block.",
+                    )
             largest = max(largest, seen.numel / (2 * 3 * 12 * keys.size(-2)))
     return {
         "scores": f"as low as {scores.amin():.0f}, but no query's weights were all 0",
@@ -275,25 +274,23 @@ def balanced(answer: Callable[[int, int], Sequence[int]]) -> dict[str, Any]:
         given = f"{ranks} ranks, {2 * ranks} chunks"
         with for_input(given, "Return the indices of two chunks."):
             held = [tuple(answer(rank, ranks)) for rank in range(ranks)]
-        dealt = ", ".join(f"rank {rank}: {chunks}" for rank, chunks in enumerate(held))
-        if sorted(chunk for chunks in held for chunk in chunks) != list(range(2 * ranks)):
-            raise Wrong(
-                yours=dealt,
-                expected=f"each of the chunks 0 to {2 * ranks - 1} on just one rank, two per rank",
-                given=given,
-                hint="If no rank holds a chunk, it's missing; if two do, it's computed twice.",
-            )
-        # Chunk i attends to itself, half masked, and to the i chunks before it.
-        work = [sum(chunk + 0.5 for chunk in chunks) for chunks in held]
-        mean = sum(work) / ranks
-        if max(work) > mean or any(len(chunks) != 2 for chunks in held):
-            busiest = work.index(max(work))
-            raise Wrong(
-                yours=f"rank {busiest} computes {max(work):g} pairs of chunks ({dealt})",
-                expected=f"the mean, {mean:g}, on each rank",
-                given=given,
-                hint="Later chunks attend to more. Give each rank an early one and a late one.",
-            )
+            dealt = ", ".join(f"rank {rank}: {chunks}" for rank, chunks in enumerate(held))
+            if sorted(chunk for chunks in held for chunk in chunks) != list(range(2 * ranks)):
+                raise Wrong(
+                    yours=dealt,
+                    expected=f"each of the chunks 0 to {2 * ranks - 1} on one rank, two per rank",
+                    hint="If no rank holds a chunk, it's missing; if two do, it's computed twice.",
+                )
+            # Chunk i attends to itself, half masked, and to the i chunks before it.
+            work = [sum(chunk + 0.5 for chunk in chunks) for chunks in held]
+            mean = sum(work) / ranks
+            if max(work) > mean or any(len(chunks) != 2 for chunks in held):
+                busiest = work.index(max(work))
+                raise Wrong(
+                    yours=f"rank {busiest} computes {max(work):g} pairs of chunks ({dealt})",
+                    expected=f"the mean, {mean:g}, on each rank",
+                    hint="Later chunks attend to more. Give each rank an early one and a late one.",
+                )
         in_order = 4 * ranks - 2
         shown[f"{ranks} ranks"] = (
             f"{max(work):g} pairs of chunks on each; in order, up to {in_order:g}, "
@@ -316,21 +313,17 @@ def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) ->
         on_gpu = chosen.to(device)
         given = f"{tokens} tokens on {device}, {experts} experts, capacity {capacity}"
         given += f", chosen {chosen.tolist()}" if tokens == 10 else ""
-        with (
-            for_input(given, "Return a tensor of booleans, one for each token."),
-            ReadBacks(device.type) as asked,
-            OperatorLog() as calls,
-        ):
-            yours = answer(on_gpu, experts, capacity)
-        if isinstance(yours, torch.Tensor) and yours.dtype != torch.bool:
-            raise Wrong(
-                yours=f"a tensor with dtype {yours.dtype}",
-                expected="a tensor with dtype torch.bool",
-                given=given,
-                hint="A comparison returns booleans.",
-            )
-        expected = _first_come(chosen, capacity).to(device)
-        expect_equal(yours, expected, given=given, hint=_hint_for_capacity(yours, expected))
+        with for_input(given, "Return a tensor of booleans, one for each token."):
+            with ReadBacks(device.type) as asked, OperatorLog() as calls:
+                yours = answer(on_gpu, experts, capacity)
+            if isinstance(yours, torch.Tensor) and yours.dtype != torch.bool:
+                raise Wrong(
+                    yours=f"a tensor with dtype {yours.dtype}",
+                    expected="a tensor with dtype torch.bool",
+                    hint="A comparison returns booleans.",
+                )
+            expected = _first_come(chosen, capacity).to(device)
+            expect_equal(yours, expected, hint=_hint_for_capacity(yours, expected))
         operations[tokens] = len(calls.names)
         fullest = chosen.bincount(minlength=experts).max().item()
     if operations[1000] > operations[10]:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from helpers.checks.core import Wrong, exercise, for_input, hint_by_value
+from helpers.checks.core import Wrong, exercise, expect_two, for_input, hint_by_value
 from vgpu.plan import Layout, Plan, estimate, extrapolate, failures
 from vgpu.plan.extrapolation import ExtrapolatedStep
 from vgpu.plan.transformer import LLAMA, TransformerSizes
@@ -34,12 +34,7 @@ def back_of_envelope(answer: Callable[..., Any]) -> dict[str, Any]:
         inputs = ", ".join(f"{key} {value:,}" for key, value in given.items())
         with for_input(inputs, "Return two numbers: days, and bytes per GPU."):
             yours = answer(**given)
-            if not isinstance(yours, tuple | list) or len(yours) != 2:
-                raise Wrong(
-                    yours=repr(yours),
-                    expected="two numbers: days, and bytes per GPU",
-                    hint="Return days, state_bytes.",
-                )
+            expect_two(yours, "two numbers: days, and bytes per GPU", "Return days, state_bytes.")
             expected = _estimate(given)
             hints = _estimate_hints(yours, given)
             _expect_near(yours[0], expected[0], 0.01, "days", hints[0])
@@ -58,15 +53,14 @@ def _estimate(given: dict[str, Any]) -> tuple[float, float]:
 
 def _estimate_hints(yours: Any, given: dict[str, Any]) -> tuple[str, str]:
     days, state = _estimate(given)
+    without, third, half = (
+        _estimate({**given, "width": w * given["width"]}) for w in (0, 1 / 3, 0.5)
+    )
     of_days = {
-        "Attention is missing: 12 · layers · width · sequence FLOPs per token.": _estimate(
-            {**given, "width": 0}
-        )[0],
-        "That's only attention's forward pass: with backward, it's 12, not 4.": _estimate(
-            {**given, "width": given["width"] / 3}
-        )[0],
+        "Attention is missing: 12 · layers · width · sequence FLOPs per token.": without[0],
+        "That's only attention's forward pass: with backward, it's 12, not 4.": third[0],
         "That's half of attention: by convention, scores hidden by the causal mask count as well, "
-        "so it's 12, not 6.": _estimate({**given, "width": given["width"] / 2})[0],
+        "so it's 12, not 6.": half[0],
         "That's only the forward pass: backward takes twice as much.": days / 3,
         "These are seconds; a day has 86,400.": days * 86_400,
         "These are hours; a day has 24.": days * 24,

@@ -20,10 +20,8 @@ def launch_delays(answer: Callable[[list[Row]], list[float]]) -> dict[str, Any]:
         hint = "Return a list of numbers. Not every event has a cat, or args."
         with for_input(f"{count} kernels: {_short(rows)}", hint):
             yours = [round(float(delay), 3) for delay in answer(copy.deepcopy(rows))]
-        if yours != expected:
-            raise Wrong(
-                yours=yours, expected=expected, given=_short(rows), hint=_delay_hint(yours, rows)
-            )
+            if yours != expected:
+                raise Wrong(yours=yours, expected=expected, hint=_delay_hint(yours, rows))
     return {"the last one, µs": str(yours)}
 
 
@@ -101,24 +99,14 @@ def _short(rows: Sequence[Row]) -> str:
     return ", ".join(texts)
 
 
-_FAULTS = ("item", "gather", "straggler", "launches", "loader", "bubble")
-_ASKED = {
-    "item": "waits per step",
-    "gather": "ms per step",
-    "straggler": "the rank",
-    "launches": "share of the time in which GPU 0 computes",
-    "loader": "ms per batch",
-    "bubble": "share of the time in which GPU 0 doesn't compute",
-}
-
-
-_REPLIES = {
-    "item": "So it was my NaN check after each layer!",
-    "gather": "So it's the network. Or I could use more tokens per gather.",
-    "straggler": "I'll sort the long texts into buckets.",
-    "launches": "I'll try CUDA graphs.",
-    "loader": "More workers, then.",
-    "bubble": "More micro-batches, then.",
+# Of each fault: what its number is, and what the owner of the trace replies.
+_FAULTS = {
+    "item": ("waits per step", "So it was my NaN check after each layer!"),
+    "gather": ("ms per step", "So it's the network. Or I could use more tokens per gather."),
+    "straggler": ("the rank", "I'll sort the long texts into buckets."),
+    "launches": ("share of the time in which GPU 0 computes", "I'll try CUDA graphs."),
+    "loader": ("ms per batch", "More workers, then."),
+    "bubble": ("share of the time in which GPU 0 doesn't compute", "More micro-batches, then."),
 }
 
 
@@ -131,33 +119,29 @@ def six_faults(answer: Any) -> dict[str, Any]:
         raise Wrong(yours=repr(answer), expected=form, given="traces A to F", hint=hint)
     shown = {}
     for letter, trace in traces.items():
-        given = f"trace {letter}"
-        with for_input(given, "Return the fault's name and a number."):
+        with for_input(f"trace {letter}", "Return the fault's name and a number."):
             fault, number = answer[letter]
             number = float(number)
-        if fault not in _FAULTS:
-            names = ", ".join(_FAULTS)
-            raise Wrong(
-                yours=fault, expected=f"one of {names}", given=given, hint="A name from the table."
-            )
-        if fault != trace.fault:
-            raise Wrong(
-                yours=f"{fault!r}",
-                expected="another fault",
-                given=given,
-                hint=_why_not(fault, trace.timeline),
-            )
-        found = evidence(fault, trace.timeline)
-        within = 0 if fault in ("straggler", "item") else 0.1 * found
-        if abs(number - found) > within:
-            raise Wrong(
-                yours=f"{fault}, {number:g}",
-                expected=f"{fault}, but a different number: {_ASKED[fault]}",
-                given=given,
-                hint=_number_hint(fault, number, found, trace.timeline),
-            )
-        proof = f"{number:g} ({_ASKED[fault]}), exactly {found:.3g}"
-        shown[f"{letter}: {fault}"] = f'{proof}. "{_REPLIES[fault]}"'
+            if fault not in _FAULTS:
+                names = ", ".join(_FAULTS)
+                raise Wrong(yours=fault, expected=f"one of {names}", hint="A name from the table.")
+            if fault != trace.fault:
+                raise Wrong(
+                    yours=f"{fault!r}",
+                    expected="another fault",
+                    hint=_why_not(fault, trace.timeline),
+                )
+            asked, reply = _FAULTS[fault]
+            found = evidence(fault, trace.timeline)
+            within = 0 if fault in ("straggler", "item") else 0.1 * found
+            if abs(number - found) > within:
+                raise Wrong(
+                    yours=f"{fault}, {number:g}",
+                    expected=f"{fault}, but a different number: {asked}",
+                    hint=_number_hint(fault, number, found, trace.timeline),
+                )
+        proof = f"{number:g} ({asked}), exactly {found:.3g}"
+        shown[f"{letter}: {fault}"] = f'{proof}. "{reply}"'
     return shown
 
 
@@ -209,14 +193,11 @@ def _why_not(fault: str, timeline: Timeline) -> str:
         )
     if fault == "loader":
         spent = evidence("loader", timeline) if timeline.host_ranges[0].kind == "work" else 0.0
-        return f"A batch takes {spent:.2g} ms to arrive, a step {_step_ms(timeline):.1f} ms."
+        step_ms = timeline.makespan_s * 1e3 / faulty_traces.STEPS
+        return f"A batch takes {spent:.2g} ms to arrive, a step {step_ms:.1f} ms."
     return (
         "Does the next kernel start right after its launch, and is the host's track without gaps?"
     )
-
-
-def _step_ms(timeline: Timeline) -> float:
-    return timeline.makespan_s * 1e3 / faulty_traces.STEPS
 
 
 def _number_hint(fault: str, number: float, found: float, timeline: Timeline) -> str:
@@ -248,23 +229,21 @@ def one_page(answer: Callable[[list[Row]], list[Row]]) -> dict[str, Any]:
         with for_input(given, "Return a list of events. A pid may be a string."):
             rows = list(answer(traces))
             names = [row["args"].get("mark") for row in rows if row["ph"] == "X"]
-        if traces != before:
-            raise Wrong(
-                yours="the given traces, modified",
-                expected="new events",
-                given=given,
-                hint="Copy each event before you change it: {**event, ...}.",
-            )
-        # There may be further ones: a process_name for the string pid.
-        if len(rows) < sum(len(trace["traceEvents"]) for trace in traces) or None in names:
-            raise Wrong(
-                yours=f"{len(rows)} events",
-                expected=f"{sum(len(trace['traceEvents']) for trace in traces)}",
-                given=given,
-                hint="Return all events of all ranks, with their args.",
-            )
+            if traces != before:
+                raise Wrong(
+                    yours="the given traces, modified",
+                    expected="new events",
+                    hint="Copy each event before you change it: {**event, ...}.",
+                )
+            # There may be further ones: a process_name for the string pid.
+            if len(rows) < sum(len(trace["traceEvents"]) for trace in traces) or None in names:
+                raise Wrong(
+                    yours=f"{len(rows)} events",
+                    expected=f"{sum(len(trace['traceEvents']) for trace in traces)}",
+                    hint="Return all events of all ranks, with their args.",
+                )
         with for_input(given, "Events keep their keys: ph, pid, ts, and so on."):
-            _check_page(rows, traces, given)
+            _check_page(rows, traces)
     return {
         "the last one": f"{given}: {len(rows)} events, {len({row['pid'] for row in rows})} processes"
     }
@@ -293,7 +272,7 @@ def _trace() -> Row:
     return {"baseTimeNanoseconds": base, "traceEvents": rows}
 
 
-def _check_page(rows: list[Row], traces: list[Row], given: str) -> None:
+def _check_page(rows: list[Row], traces: list[Row]) -> None:
     marks = {row["args"]["mark"]: row for row in rows if row["ph"] == "X"}
     first = min(trace["baseTimeNanoseconds"] for trace in traces)
     pids: list[set[Any]] = []
@@ -304,7 +283,6 @@ def _check_page(rows: list[Row], traces: list[Row], given: str) -> None:
             raise Wrong(
                 yours=f"{len(pids[-1])} processes of rank {rank}",
                 expected="3, as in its trace",
-                given=given,
                 hint="Use a separate number for each pair of rank and pid.",
             )
         for row in spans:
@@ -314,22 +292,20 @@ def _check_page(rows: list[Row], traces: list[Row], given: str) -> None:
                 raise Wrong(
                     yours=f"a span of rank {rank} at {new['ts']:.1f} µs",
                     expected=f"{expected:.1f} µs",
-                    given=given,
                     hint=_clock_hint(new["ts"], row["ts"], trace["baseTimeNanoseconds"] - first),
                 )
     if len(set().union(*pids)) < sum(map(len, pids)):
         raise Wrong(
             yours="ranks with a pid in common",
             expected="separate processes for each rank",
-            given=given,
             hint="GPU 0 of every rank has pid 0: number the pairs of rank and pid.",
         )
     for rank, own in enumerate(pids):
-        _check_names(rows, own, rank, given)
-    _check_arrows(rows, pids, given)
+        _check_names(rows, own, rank)
+    _check_arrows(rows, pids)
 
 
-def _check_names(rows: list[Row], pids: set[Any], rank: int, given: str) -> None:
+def _check_names(rows: list[Row], pids: set[Any], rank: int) -> None:
     names = [r["args"]["name"] for r in rows if r["name"] == "process_name" and r["pid"] in pids]
     names += [pid for pid in pids if isinstance(pid, str)]
     lacking = [name for name in names if not str(name).startswith(f"rank {rank}: ")]
@@ -337,13 +313,12 @@ def _check_names(rows: list[Row], pids: set[Any], rank: int, given: str) -> None
         raise Wrong(
             yours=f"processes of rank {rank} are named {names}",
             expected=f"names that begin with 'rank {rank}: '",
-            given=given,
             hint="Events named process_name have it in args, with the same pid as the other events; a "
             "string pid is a name itself.",
         )
 
 
-def _check_arrows(rows: list[Row], pids: list[set[Any]], given: str) -> None:
+def _check_arrows(rows: list[Row], pids: list[set[Any]]) -> None:
     rank_of = {pid: rank for rank, own in enumerate(pids) for pid in own}
     arrows: dict[Any, list[tuple[str, int]]] = {}
     for row in rows:
@@ -354,14 +329,12 @@ def _check_arrows(rows: list[Row], pids: list[set[Any]], given: str) -> None:
             raise Wrong(
                 yours=f"an arrow with the id {name!r}",
                 expected="an integer",
-                given=given,
                 hint="Perfetto drops arrows whose id is neither an integer nor hexadecimal.",
             )
         if sorted(end for end, _ in ends) != ["f", "s"] or len({rank for _, rank in ends}) > 1:
             raise Wrong(
                 yours=f"{len(ends)} ends of arrow {name!r}",
                 expected="a start and an end, of one rank",
-                given=given,
                 hint="Each rank counts its ids from 1: make them unique.",
             )
 
@@ -384,14 +357,13 @@ def at_peak(answer: Callable[[list[Row]], dict[str, int]]) -> dict[str, Any]:
         given = f"a history of {len(trace)} entries: {_short_history(trace)}"
         with for_input(given, "Return a dictionary from names to bytes."):
             yours = {str(name): int(size) for name, size in answer(copy.deepcopy(trace)).items()}
-        expected = _held(trace, at_end=False)
-        if yours != expected:
-            raise Wrong(
-                yours=dict(sorted(yours.items())),
-                expected=dict(sorted(expected.items())),
-                given=given,
-                hint=_peak_hint(yours, trace),
-            )
+            expected = _held(trace, at_end=False)
+            if yours != expected:
+                raise Wrong(
+                    yours=dict(sorted(yours.items())),
+                    expected=dict(sorted(expected.items())),
+                    hint=_peak_hint(yours, trace),
+                )
     shown = ", ".join(f"{name or 'without frames'} {size:,}" for name, size in yours.items())
     return {"the last one, bytes": shown}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from helpers.checks.core import Wrong, exercise, expect_tensor, for_input
+from helpers.checks.core import Wrong, exercise, expect_tensor, expect_two, for_input
 
 _E4M3 = torch.float8_e4m3fn
 _MOST = torch.finfo(_E4M3).max
@@ -30,7 +30,7 @@ def stochastic_cast(answer: Callable[[torch.Tensor], Any]) -> dict[str, str]:
                         yours=f"{yours.dtype} of shape {tuple(yours.shape)}",
                         expected=f"torch.bfloat16 of shape {tuple(x.shape)}",
                     )
-            _judge_rounding(yours.float(), low, high, share, given)
+                _judge_rounding(yours.float(), low, high, share)
             went = (yours.float() == high).float().mean().item()
             shown[given] = f"{went:.1%} rounded to {high:g}, {1 - went:.1%} to {low:g}"
     return shown
@@ -42,13 +42,12 @@ def _next_bfloat16(low: float) -> float:
     return (bits + 1).view(torch.bfloat16).item()
 
 
-def _judge_rounding(yours: torch.Tensor, low: float, high: float, share: float, given: str) -> None:
+def _judge_rounding(yours: torch.Tensor, low: float, high: float, share: float) -> None:
     others = yours[(yours != low) & (yours != high)]
     if len(others):
         raise Wrong(
             yours=f"{others[0].item():.6g} among the results",
             expected=f"{low:g} or {high:g}, the two neighbors",
-            given=given,
             hint="Set all 16 lower bits to zero before the cast to bfloat16, or the cast rounds again.",
         )
     went_up = yours == high
@@ -57,7 +56,6 @@ def _judge_rounding(yours: torch.Tensor, low: float, high: float, share: float, 
         raise Wrong(
             yours="whole rows or columns rounded the same way",
             expected="an independent choice for each value",
-            given=given,
             hint="Each value needs its own random number: draw as many as x has values.",
         )
     # 40,000 draws: three standard deviations are below 0.7%.
@@ -73,12 +71,7 @@ def _judge_rounding(yours: torch.Tensor, low: float, high: float, share: float, 
             hint = "Up and down are equally frequent. The nearer neighbor must come more often."
         else:
             hint = "The random number must go from 0 to 65,535, like the bits that are dropped."
-        raise Wrong(
-            yours=f"{found:.1%} rounded to {high:g}",
-            expected=f"{share:.1%}",
-            given=given,
-            hint=hint,
-        )
+        raise Wrong(yours=f"{found:.1%} rounded to {high:g}", expected=f"{share:.1%}", hint=hint)
 
 
 @exercise("17.2", "How many ranks until a percent")
@@ -96,13 +89,12 @@ def ranks_until(answer: Callable[[torch.Tensor, float], Any]) -> dict[str, str]:
         given = f"{ranks} ranks with {size} values each, more than {most:.1%}"
         with for_input(given, "Return a number of ranks, or None."):
             yours = answer(parts.clone(), most)
-        if yours != expected or isinstance(yours, bool):
-            raise Wrong(
-                yours=repr(yours),
-                expected=repr(expected),
-                given=given,
-                hint=_ranks_hint(yours, expected, parts, most),
-            )
+            if yours != expected or isinstance(yours, bool):
+                raise Wrong(
+                    yours=repr(yours),
+                    expected=repr(expected),
+                    hint=_ranks_hint(yours, expected, parts, most),
+                )
         shown[given] = (
             f"never: {errors[-1]:.2%} on {ranks} ranks"
             if yours is None
@@ -160,25 +152,22 @@ def worst_layer(answer: Callable[[dict[str, torch.Tensor]], Any]) -> dict[str, s
         given = f"layers {sizes}"
         with for_input(given, "Return a layer's name, and a share from 0 to 1."):
             yours = answer({name: x.clone() for name, x in activations.items()})
-            if not isinstance(yours, tuple | list) or len(yours) != 2:
-                raise Wrong(yours=repr(yours), expected="a name and a share")
+            expect_two(yours, "a name and a share")
             name, share = yours[0], float(yours[1])
             if name not in shares:
                 raise Wrong(yours=repr(name), expected=f"one of {', '.join(shares)}")
-        if name != worst:
-            raise Wrong(
-                yours=f"{name}: {shares[name]:.1%} become 0",
-                expected=f"{worst}: {shares[worst]:.1%} become 0",
-                given=given,
-                hint=_layer_hint(name, activations),
-            )
-        if abs(share - shares[worst]) > 1e-4:
-            raise Wrong(
-                yours=f"{name}, {share:.4f}",
-                expected=f"{worst}, {shares[worst]:.4f}",
-                given=given,
-                hint=_share_hint(share, activations[worst], shares[worst]),
-            )
+            if name != worst:
+                raise Wrong(
+                    yours=f"{name}: {shares[name]:.1%} become 0",
+                    expected=f"{worst}: {shares[worst]:.1%} become 0",
+                    hint=_layer_hint(name, activations),
+                )
+            if abs(share - shares[worst]) > 1e-4:
+                raise Wrong(
+                    yours=f"{name}, {share:.4f}",
+                    expected=f"{worst}, {shares[worst]:.4f}",
+                    hint=_share_hint(share, activations[worst], shares[worst]),
+                )
         shown[given] = f"{name}: {share:.1%} become 0"
     return shown
 
@@ -253,13 +242,12 @@ def choose_recipe(answer: Callable[..., Any]) -> dict[str, str]:
         )
         with for_input(given, "Return a recipe's name, or None."):
             yours = answer(x.clone(), weight.clone(), most, dict(times_s))
-        if yours != expected:
-            raise Wrong(
-                yours=_recipe_text(yours, errors),
-                expected=_recipe_text(expected, errors),
-                given=given,
-                hint=_recipe_hint(yours, expected, times_s),
-            )
+            if yours != expected:
+                raise Wrong(
+                    yours=_recipe_text(yours, errors),
+                    expected=_recipe_text(expected, errors),
+                    hint=_recipe_hint(yours, expected, times_s),
+                )
         shown[given] = _recipe_text(yours, errors)
     return shown
 

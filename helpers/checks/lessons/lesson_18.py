@@ -12,10 +12,10 @@ from helpers.checks.core import (
     exercise,
     expect_equal,
     expect_number,
+    expect_two,
     for_input,
     hint_by_value,
 )
-from helpers.checks.describing import describe
 from helpers.checks.on_ranks import GPU, on_ranks
 from vgpu.plan.request_queue import Generation, Request, chunked_prefill, simulate_queue
 from vgpu.plan.serving import Server
@@ -41,26 +41,24 @@ def keys_and_values(answer: Callable[..., Any]) -> dict[str, Any]:
                 given, "cache is empty at first. Tokens are dimension 2 of each tensor."
             ):
                 returned = answer(cache, *news[layer][-1])
-            # A tensor whose batch is 2 would unpack into two as well.
-            if not isinstance(returned, tuple | list) or len(returned) != 2:
+                # A tensor whose batch is 2 would unpack into two as well.
                 hint = "Return two tensors, the keys and the values."
-                raise Wrong(
-                    yours=describe(returned), expected="(keys, values)", given=given, hint=hint
-                )
-            found = dict(zip(("key", "value"), returned, strict=True))
-            for place, name in enumerate(found):
-                olds = [each[place] for each in news[layer]]
-                whole, swapped = torch.cat(olds, 2), [each[1 - place] for each in news[layer]]
-                hint = _hint_for_cache(found[name], olds, swapped)
-                expect_equal(found[name], whole, given=f"{given}; the {name}s returned", hint=hint)
-                kept = cache.get(name)
-                if not isinstance(kept, torch.Tensor) or not torch.equal(kept, whole):
-                    raise Wrong(
-                        yours=f"a cache with {_shapes(cache)}",
-                        expected=f"cache[{name!r}] of shape {tuple(whole.shape)}, as returned",
-                        given=given,
-                        hint="The next pass needs them all: store old and new ones in cache.",
+                expect_two(returned, "(keys, values)", hint)
+                found = dict(zip(("key", "value"), returned, strict=True))
+                for place, name in enumerate(found):
+                    olds = [each[place] for each in news[layer]]
+                    whole, swapped = torch.cat(olds, 2), [each[1 - place] for each in news[layer]]
+                    hint = _hint_for_cache(found[name], olds, swapped)
+                    expect_equal(
+                        found[name], whole, given=f"{given}; the {name}s returned", hint=hint
                     )
+                    kept = cache.get(name)
+                    if not isinstance(kept, torch.Tensor) or not torch.equal(kept, whole):
+                        raise Wrong(
+                            yours=f"a cache with {_shapes(cache)}",
+                            expected=f"cache[{name!r}] of shape {tuple(whole.shape)}, as returned",
+                            hint="The next pass needs them all: store old and new ones in cache.",
+                        )
     return {"the last one": f"{sum(passes)} tokens in {len(passes)} passes of two layers"}
 
 
@@ -172,18 +170,17 @@ def draw_from_split_vocabulary(answer: Callable[..., Any]) -> dict[str, Any]:
         given = f"{ranks} ranks, {batch} sequences, {each} tokens of the vocabulary on each"
         results = on_ranks(split, ranks, answer, logits, noise, given=given, gpu=GPU)
         for rank, (drawn, calls) in enumerate(results):
-            where = f"{given}; on rank {rank}"
-            hint = _hint_for_draw(drawn, expected, bests, each)
-            expect_equal(drawn, expected, given=where, hint=hint)
-            spent = sum(size for _, size in calls)
-            # A value of 4 bytes and an index of 8 from each rank, or both as 8.
-            if spent > 2 * 8 * batch * ranks:
-                raise Wrong(
-                    yours=f"{format_bytes(spent)} in {len(calls)} collectives",
-                    expected=f"at most two numbers per sequence from each rank, {2 * 8 * batch * ranks} B",
-                    given=where,
-                    hint="The tokens are right, but over budget: choose on each rank first.",
-                )
+            with for_input(f"{given}; on rank {rank}"):
+                hint = _hint_for_draw(drawn, expected, bests, each)
+                expect_equal(drawn, expected, hint=hint)
+                spent = sum(size for _, size in calls)
+                most = 2 * 8 * batch * ranks  # a value of 4 bytes and an index of 8, or both as 8
+                if spent > most:
+                    raise Wrong(
+                        yours=f"{format_bytes(spent)} in {len(calls)} collectives",
+                        expected=f"at most two numbers per sequence from each rank, {most} B",
+                        hint="The tokens are right, but over budget: choose on each rank first.",
+                    )
         shown[given] = (
             f"{format_bytes(spent)} gathered; all logits would be {format_bytes(4 * batch * words)}, "
             f"and {format_bytes(4 * batch * 128_256)} with Llama 3's vocabulary"

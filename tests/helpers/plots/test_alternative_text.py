@@ -45,7 +45,7 @@ def test_show_displays_the_figure_with_its_alternative_text_and_closes_it(monkey
 @pytest.mark.parametrize("alt", ["", "A figure", "Loss over epochs"])
 def test_show_rejects_a_label_as_alternative_text(alt):
     made, _ = style.figure()
-    with pytest.raises(ValueError, match="in a sentence"):
+    with pytest.raises(AssertionError, match="in a sentence"):
         style.show(made, alt)
     plt.close(made)
 

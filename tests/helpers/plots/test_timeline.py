@@ -11,7 +11,6 @@ from torch import nn
 import vgpu
 from helpers import plots
 from helpers.plots import style
-from helpers.plots.style import figure
 from helpers.plots.timeline import kind_of, lanes_of, spans, stretches, timeline, timelines, traces
 
 matplotlib.use("Agg")
@@ -61,15 +60,23 @@ def test_stretches_keep_consecutive_collectives_separate(recorded):
     assert long == [(0.0, 1.0), (1.0, 2.02)]  # hairlines join the bar before them
 
 
-def test_timeline_names_the_gpu_and_scales_the_axis(recorded):
-    made, axes = figure()
-    timeline(recorded, "Two stages", axes=axes, host=True)
+@pytest.fixture
+def axes_drawn(monkeypatch):
+    """The axes of each figure that is shown."""
+    drawn = []
+    monkeypatch.setattr(
+        "helpers.plots.style.display", lambda _: drawn.extend(matplotlib.pyplot.gcf().get_axes())
+    )
+    return drawn
+
+
+def test_timeline_names_the_gpu_and_scales_the_axis(recorded, axes_drawn):
+    timeline(recorded, "Two stages")
+    (axes,) = axes_drawn
     words = [text.get_text() for text in axes.texts]
     assert "virtual time, Tesla K80" in words
     assert axes.get_title(loc="left").strip() == "Two stages"
     assert axes.get_xlabel() == "µs" and axes.get_xlim()[1] == 1e6 * recorded.makespan_s
-    assert [label.get_text() for label in axes.get_yticklabels()][-1] == "host"
-    matplotlib.pyplot.close(made)
 
 
 def test_a_second_stream_is_named_after_what_it_does():
@@ -134,10 +141,12 @@ def test_as_in_trace_starts_a_collective_when_its_own_rank_arrives(monkeypatch):
 
     alts = []
     monkeypatch.setattr("helpers.plots.style.display", lambda picture: alts.append(picture.alt))
-    timeline(vgpu.joined([steps(0, 4096), steps(1, 8192)]), host=True, as_in_trace=True)
+    joined = vgpu.joined([steps(0, 4096), steps(1, 8192)])
+    timeline(joined, as_in_trace=True)
+    traces({"Two ranks": joined})
     own, *_ = alts[0].split("vgpu:1")
     assert "collective, waiting" in own and alts[0].count("collective, waiting") == 1
-    assert "host of rank 0 host at work" in alts[0]
+    assert "host of rank 0 host at work" in alts[1]
 
 
 @pytest.mark.virtual_gpus(2)
@@ -151,7 +160,7 @@ def test_lanes_of_joined_ranks_are_numbered_by_rank():
     ]
 
 
-def test_a_stream_of_hairlines_has_no_lane():
+def test_a_stream_of_hairlines_has_no_lane(axes_drawn):
     """Its lane would look empty; the line below the title says that it's omitted."""
     with vgpu.enable(1, gpu="K80"), vgpu.shapes_only():
         x, tiny = torch.ones(2**26, device="vgpu"), torch.ones(1, device="vgpu")
@@ -160,12 +169,11 @@ def test_a_stream_of_hairlines_has_no_lane():
             with torch.vgpu.stream(torch.vgpu.Stream()):
                 tiny.neg()
     assert len(lanes_of(found)) == 2
-    made, axes = figure()
-    timeline(found, "One kernel", axes=axes)
+    timeline(found, "One kernel")
+    (axes,) = axes_drawn
     assert [label.get_text() for label in axes.get_yticklabels()] == ["vgpu:0"]
     under = "virtual time, Tesla K80; omits a stream that is busy only briefly"
     assert under in [text.get_text() for text in axes.texts]
-    matplotlib.pyplot.close(made)
 
 
 def test_overlap_labels_the_buffers_the_buckets_and_the_copies(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 from IPython.display import Code
 
 from helpers.course import claims
-from helpers.widgets.claims import claims_explorer, findings, show_claims
+from helpers.widgets.claims import claims_explorer, show_claims
 from vgpu.tables import Table
 
 PROOF = claims.Proof("01_a.ipynb", "sum", "Sums", "assert 1 + 1 == 2")
@@ -15,8 +15,16 @@ LEDGER = [
 ]
 
 
-def test_a_single_claim_is_shown_with_its_proof():
-    table, code = findings(LEDGER, "mean", lesson="01")
+@pytest.fixture
+def shown(monkeypatch):
+    displayed = []
+    monkeypatch.setattr("helpers.widgets.claims.display", displayed.append)
+    return displayed
+
+
+def test_a_single_claim_is_shown_with_its_proof(shown):
+    show_claims(LEDGER, "mean", lesson="01")
+    table, code = shown
     assert isinstance(table, Table) and [row[0] for row in table.rows] == ["X1"]
     assert isinstance(code, Code) and code.data == "assert 1 + 1 == 2"
 
@@ -24,16 +32,15 @@ def test_a_single_claim_is_shown_with_its_proof():
 @pytest.mark.parametrize(
     ("words", "ids"), [("mean", ["X1", "X2"]), ("ring", ["X3"]), ("", ["X1", "X2", "X3"])]
 )
-def test_multiple_claims_or_a_pending_one_are_listed(words, ids):
-    (table,) = findings(LEDGER, words)
+def test_multiple_claims_or_a_pending_one_are_listed(words, ids, shown):
+    show_claims(LEDGER, words)
+    (table,) = shown
     assert [row[0] for row in table.rows] == ids
 
 
-def test_show_claims_says_that_nothing_was_found(monkeypatch):
-    shown = []
-    monkeypatch.setattr("helpers.widgets.claims.display", shown.append)
+def test_show_claims_says_that_nothing_was_found(shown, capsys):
     show_claims(LEDGER, "nowhere")
-    assert len(shown) == 1 and "Try fewer" in shown[0]
+    assert shown == [] and "Try fewer" in capsys.readouterr().out
 
 
 def test_the_text_field_and_the_menus_narrow_the_list():
@@ -43,16 +50,15 @@ def test_the_text_field_and_the_menus_narrow_the_list():
     assert lesson.options == ("any", "01", "02")
 
     def listed():
-        html = shown.outputs[0]["data"].get("text/html", "")
-        return [claim.id for claim in LEDGER if f">{claim.id}<" in html]
+        return [claim.id for claim in LEDGER if f"\n{claim.id} " in shown.outputs[0]["text"]]
 
     assert listed() == ["X1", "X2", "X3"]
     lesson.value = "02"
     assert listed() == ["X2", "X3"]
     verdict.value = "true"
-    assert listed() == ["X2"] and "assert 1" in shown.outputs[1]["data"]["text/plain"]
+    assert listed() == ["X2"] and "assert 1" in shown.outputs[0]["text"]
     lesson.value = verdict.value = "any"
     words.value = "rings"
     assert listed() == ["X3"]
     words.value = "rings nowhere"
-    assert listed() == [] and "Try fewer" in shown.outputs[0]["data"]["text/plain"]
+    assert listed() == [] and "Try fewer" in shown.outputs[0]["text"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers.widgets import precision
-from helpers.widgets.precision import FORMATS, LARGER, SCALES, answer
+from helpers.widgets.precision import FORMATS, SCALES, answer
 
 
 def test_no_scale_rounds_values_to_zero_without_a_large_value():
@@ -35,11 +35,6 @@ def test_scaled_values_stay_within_the_formats_range():
     found = answer("e4m3", "tensor", "one token", 1)
     assert found.scaled.abs().max() <= torch.finfo(torch.float8_e4m3fn).max
     assert len(found.scaled) == 255 * 512
-
-
-def test_answer_rejects_an_unknown_kind_of_scale():
-    with pytest.raises(ValueError, match="unknown 'column'; the choices are tensor, row"):
-        answer("e4m3", "column", LARGER[0], 1)
 
 
 def test_show_answer_draws_the_values_and_lists_every_scale(monkeypatch):

@@ -69,15 +69,6 @@ def test_answer_matches_what_fully_shard_keeps_and_sends():
     assert sent_bytes == pytest.approx(found.inside_bytes, rel=0.001)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "way", "message"),
-    [(8, "everything", "unknown way 'everything'"), (12, DDP, "12 GPUs are neither full hosts")],
-)
-def test_answer_rejects_unknown_strategies_and_partly_filled_hosts(gpus, way, message):
-    with pytest.raises(ValueError, match=message):
-        answer(LETTERS, gpus, way)
-
-
 def test_the_controls_redraw(monkeypatch):
     drawn = []
     monkeypatch.setattr(

@@ -100,7 +100,6 @@ def test_a_published_throughput_is_predicted_within_10_percent():
         ({"tp": 3}, r"tp=3 ranks can't share a layer evenly: heads 32, feed-forward width 14336"),
         ({"pp": 33}, "pp=33 stages are too many for 32 layers"),
         ({"weight_bits": 4}, "weight_bits must be 8 or 16, got 4"),
-        ({"usable_memory": 0}, r"usable_memory must be in \(0, 1\], got 0"),
         (
             {"weight_bits": 8, "cost": DEFAULT_COST.changed({"gpu": "A100"})},
             "A100-SXM4-40GB can't multiply float8 tensors",
