@@ -103,7 +103,9 @@ def _require_script(name: str) -> None:
 def _require_package(name: str, folder: Path) -> None:
     top = name.partition(".")[0]
     if PathFinder.find_spec(top, [str(folder), *sys.path]) is None:
-        parser().error(f"there is no package {top!r} for --read or --not-read: is it installed?")
+        parser().error(
+            f"--read or --not-read names {top!r}, but there is no such package: is it installed?"
+        )
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,7 +1,7 @@
 """Explorer for layouts of Llama 70B on 64 H100s: bytes by cause, a timeline and tokens/s.
 
-PyTorch's own code runs a step in the layout with a few layers (``vgpu.plan.extrapolate``), which
-takes a few seconds. The recording is cached, and replayed for other networks.
+PyTorch's own code runs one step of a model with only a few layers in that layout
+(``vgpu.plan.extrapolate``), which takes a few seconds. The recording is cached, and replayed for other networks.
 """
 
 from functools import cache
@@ -56,7 +56,7 @@ def answer_table(found: ExtrapolatedStep, network: str) -> Table:
             ("one step", f"{format_seconds(seconds)}, {found.plan.tokens:,} tokens"),
             ("allocated", f"{format_bytes(allocated)} of {format_bytes(room)}: {fits}"),
         ],
-        caption=f"Llama {MODEL} on {GPUS} {GPU}s, {network}; counted, and in virtual time",
+        caption=f"Llama {MODEL} on {GPUS} {GPU}s, {network}; bytes are counted, times are virtual",
     )
 
 
@@ -84,7 +84,7 @@ def show_layout(
 
 
 def layout_explorer() -> ipywidgets.Widget:
-    """Return controls for degrees, batch, recomputation and network, with ``show_layout``."""
+    """Return controls for the layout, batch, recomputation and network, and what they show."""
     tp, dp_replicate, batch, recompute = FIRST
     controls = {
         "tp": steps("tp", TP, tp),

@@ -257,7 +257,7 @@ def test_tests_for_cuda_run_under_pytest(tmp_path):
         ("--memory 0 x.py", "expected at least one byte, got '0'"),
         ("--seed one x.py", "expected an integer from 0 to 2**63 - 1, got 'one'"),
         (f"--seed {2**63} x.py", "expected an integer from 0 to 2**63 - 1"),
-        ("--read nosuch -c pass", "there is no package 'nosuch' for --read or --not-read"),
+        ("--read nosuch -c pass", "names 'nosuch', but there is no such package"),
         ("--cound 3 x.py", "unrecognized arguments: --cound"),
         ("--", "name a script to run, a module with -m, or a command with -c"),
         ("-m", "name a script to run, a module with -m, or a command with -c"),

@@ -192,7 +192,7 @@ class OwnMessage:
         if not self.is_completed():
             call = self._call
             raise RuntimeError(
-                f"rank {call.peer} of the group waits for a {call.name} to or from itself that has "
+                f"rank {call.peer} of the group is waiting for a {call.name} to or from itself that has "
                 "no counterpart: pass the send and its receive to the same dist.batch_isend_irecv"
             )
 
@@ -347,8 +347,8 @@ class _Work(_PythonWork, PythonCallbackWork):
 class _JoinWork(_PythonWork, dist.Work):
     """The work of an all-reduce over one of DDP's groups outside of a backward pass.
 
-    In ``model.join()``, C++ asks for the future of each all-reduce that a rank without data issues,
-    drops the work, and waits for the future. So it must be this class's future, which C++ finds as
+    In ``model.join()``, C++ asks for the future of each all-reduce issued by a rank that has no
+    data left, drops the work, and waits for the future. So it must be this class's future, which C++ finds as
     long as the Python object exists.
     """
 

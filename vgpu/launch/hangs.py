@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from vgpu.collectives.table import SAME_ELEMENTS
 
-# Where a rank is, found out in its process while its main thread is blocked
+# Where a rank is, as determined in its own process while its main thread is blocked
 #
 # There are two sources. The Python stack of the rank's main thread says where the thread is now.
 # PyTorch's flight recorder says which collectives the rank has started and not finished, including
@@ -328,9 +328,9 @@ def explain(states: Sequence[RankState | None], name_file: Callable[[str], str])
 
 
 def is_deadlock(states: Sequence[RankState | None], within_s: float = float("inf")) -> bool:
-    """Whether no rank can ever continue: each waits for one that returned, is stopped or waits too.
+    """Whether no rank can ever continue: all wait for ranks that have returned, stopped, or wait too.
 
-    It considers collectives, for which the flight recorder knows who has arrived, blocking ``send``
+    It considers collectives (the flight recorder knows which ranks have arrived), blocking ``send``
     and ``recv``, and ``new_group``. The answer is certain if no rank made progress while the states
     were collected. A rank whose collective times out within ``within_s`` seconds isn't part of a
     deadlock: it will raise its own error.
@@ -433,7 +433,7 @@ def _describe(state: RankState | None, name_file: Callable[[str], str]) -> str:
     if state.stage == STOPPED:
         return "is stopped, for example by SIGSTOP"
     if state.stage == "is starting":
-        return "is starting: it's waiting until every rank has joined the process group"
+        return "is starting: it's waiting for every rank to join the process group"
     if state.stage == "has returned":
         return "has returned from the function"
     here = at(state.call_site, name_file)

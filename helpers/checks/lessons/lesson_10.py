@@ -136,7 +136,10 @@ def _step(layer_times: Sequence[float], counts: Sequence[int]) -> float:
 
 
 def _shortest_step(layer_times: Sequence[float], devices: int) -> float:
-    """Return the step with the shortest longest stage: within p / m of the optimum."""
+    """Return how long a step takes if its longest stage is as short as possible.
+
+    That's within p / m of the optimum.
+    """
 
     def counts(cuts: Sequence[int]) -> list[int]:
         return [b - a for a, b in pairwise([0, *cuts, len(layer_times)])]
@@ -191,8 +194,8 @@ def all_losses(
                 for batch in on_gpu:
                     step(batch).item()
             shown[given] = (
-                f"1 wait, {format_seconds(timeline.makespan_s)}; waiting in each step "
-                f"{format_seconds(waiting.makespan_s)}, virtual time"
+                f"1 wait: {format_seconds(timeline.makespan_s)}; a wait in each step: "
+                f"{format_seconds(waiting.makespan_s)} (virtual time)"
             )
     return shown
 

@@ -246,7 +246,7 @@ def test_vccl_supports_what_nccl_does_and_gloo_does_not():
         assert (own, others) == ([rank + 1.0] * 2, [(rank - 1) % 3 + 11.0] * 2)
         assert events["vccl:all_to_all"] == [[rank + to] for to in range(3)]
         assert "vccl:barrier" in events
-        assert f"rank {rank} of the group waits for a send to or from itself" in said
+        assert f"rank {rank} of the group is waiting for a send to or from itself" in said
 
 
 BACKENDS = """
