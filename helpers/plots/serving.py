@@ -190,7 +190,7 @@ def latency_and_throughput(
         batch, wait_s, speed = points[-1]
         beside: Any = {"textcoords": "offset points", "xytext": (9, 0), "fontsize": 8}
         axes.annotate(f"{batch}: full", (1e3 * wait_s, speed), color=color, va="center", **beside)
-    above: Any = {"textcoords": "offset points", "xytext": (5, 9), "fontsize": 8}
+    above: Any = {"textcoords": "offset points", "xytext": (5, 11), "fontsize": 8}
     below: Any = {"textcoords": "offset points", "xytext": (5, -15), "fontsize": 8}
     sides = itertools.chain([above], itertools.repeat(below))  # the first curve is the highest
     for points, (bend, holds), color, side in zip(
