@@ -1,6 +1,6 @@
 """Figures for meshes: groups of GPUs, shards of matrices, work in a ring, and load on experts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -151,17 +151,23 @@ class Held(NamedTuple):
     part: str
 
 
-def held(tensors: Sequence[tuple[str, str, int, int, str]], gpus: int, message: str) -> None:
+def held(
+    tensors: Sequence[tuple[str, str, int, int, str]],
+    gpus: int,
+    message: str,
+    new_rows: Collection[str] = (),
+) -> None:
     """Draw matrices, a row per GPU: the full matrix is outlined, and the GPU's own part is colored.
 
-    A matrix that is the same on each GPU is gray. For ``tensors``, see ``Held``.
+    A matrix that is the same on each GPU is gray. ``new_rows`` has the names of those whose last
+    row was just added, and is drawn darker. For ``tensors``, see ``Held``.
     """
     drawn = [Held(*tensor) for tensor in tensors]
     scale = 1.4 / max(max(tensor.rows, tensor.columns) for tensor in drawn)
     height = scale * max(tensor.rows for tensor in drawn)
     places, width = [], 0.9
     for tensor in drawn:
-        width += 0.16 * len(tensor.before) + 0.2
+        width += 0.12 * len(tensor.before) + 0.25
         places.append(width)
         width += max(scale * tensor.columns, 0.11 * len(tensor.name)) + 0.25
     fig, axes = figure(
@@ -172,7 +178,7 @@ def held(tensors: Sequence[tuple[str, str, int, int, str]], gpus: int, message: 
         axes.text(0.0, middle, f"GPU {gpu}", va="center")
         for left, tensor in zip(places, drawn, strict=True):
             axes.text(left - 0.12, middle, tensor.before, ha="right", va="center")
-            _matrix(axes, left, middle, scale, tensor, gpu, gpus)
+            _matrix(axes, left, middle, scale, tensor, gpu, gpus, tensor.name in new_rows)
     for left, tensor in zip(places, drawn, strict=True):
         center = left + scale * tensor.columns / 2
         axes.text(center, -height / 2 - 0.22, tensor.name, ha="center", fontsize=9)
@@ -182,19 +188,29 @@ def held(tensors: Sequence[tuple[str, str, int, int, str]], gpus: int, message: 
     said = {WHOLE: "gray: the same on each GPU", PARTIAL: "hatched: part of a sum"}
     parts = [tensor.part for tensor in drawn]
     keys = ["colored: the GPU's own part", *(said[part] for part in said if part in parts)]
+    keys += ["dark: the new row"] if new_rows else []
     title(axes, message, "; ".join(keys))
     summary = ", ".join(
         f"{tensor.name} ({tensor.rows} by {tensor.columns}) {_SAID[tensor.part]}"
         for tensor in drawn
     )
+    added = f" The last row of {' and '.join(new_rows)} is new." if new_rows else ""
     show(
         fig,
-        f"A row for each of {gpus} GPUs. {message}. Each GPU holds, from left to right: {summary}.",
+        f"A row for each of {gpus} GPUs. {message}. Each GPU holds, from left to right: {summary}."
+        f"{added}",
     )
 
 
 def _matrix(
-    axes: Axes, left: float, middle: float, scale: float, tensor: Held, gpu: int, gpus: int
+    axes: Axes,
+    left: float,
+    middle: float,
+    scale: float,
+    tensor: Held,
+    gpu: int,
+    gpus: int,
+    new_row: bool,
 ) -> None:
     width, height = scale * tensor.columns, scale * tensor.rows
     top = middle - height / 2
@@ -207,3 +223,5 @@ def _matrix(
     hatch = "////" if tensor.part == PARTIAL else None
     color = _REPLICATED if tensor.part == WHOLE else RANK_COLORS[gpu]
     axes.add_patch(Rectangle((x, y), w, h, fc=color, ec="#444444", lw=0.8, hatch=hatch, alpha=0.9))
+    if new_row:  # of all rows, which only "whole", "columns" and "partial" have
+        axes.add_patch(Rectangle((x, y + h - scale), w, scale, fc="#333333", ec="#444444", lw=0.8))

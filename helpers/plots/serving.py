@@ -143,6 +143,9 @@ def forwards(
     axes.axhline(1e3 * memory_s, **level, label="reading the weights once")
     slope = [1e3 * arithmetic_s[n] for n in tokens]
     axes.plot(tokens, slope, color=COLORS["green"], ls=":", label="arithmetic")
+    crossing = tokens[0] * memory_s / arithmetic_s[tokens[0]]  # arithmetic grows with the tokens
+    axes.plot([crossing], [1e3 * memory_s], "o", ms=7, mfc="white", color=COLORS["black"], zorder=3)
+    text_near(axes, f"{crossing:.0f} tokens", (crossing, 1e3 * memory_s), (7, -13), fontsize=9)
     axes.set(
         xscale="log",
         yscale="log",
@@ -159,7 +162,8 @@ def forwards(
     show(
         fig,
         "Time of a forward pass by its number of tokens, on logarithmic axes: flat at the time it "
-        f"takes to read the weights, then rising with the arithmetic. {first} token: "
+        f"takes to read the weights, then rising with the arithmetic. The two take as long at "
+        f"{crossing:.0f} tokens. {first} token: "
         f"{format_seconds(times_s[first])}; {last} tokens: {format_seconds(times_s[last])}.",
     )
 
@@ -168,30 +172,39 @@ def latency_and_throughput(
     curves: Mapping[str, Sequence[tuple[int, float, float]]],
     message: str,
     how: str,
-    bends: Sequence[float] = (),
+    bends: Sequence[tuple[float, str]] = (),
+    marked: int | None = None,
 ) -> None:
     """Plot the tokens/s of all users against the time per token for each user.
 
     ``curves`` maps a name to (batch size, seconds per token, tokens/s) points, up to the largest batch
-    that fits, which is labeled. ``bends`` are batch sizes, one for each curve, that get a bar across it.
+    that fits, which is labeled. ``bends`` are batch sizes with what holds there, one for each curve,
+    that get a bar across it. Points with ``marked`` sequences are circled.
     """
     fig, axes = figure(width=7.5, height=3.8)
     for (name, points), color in zip(curves.items(), SERIES, strict=False):
         _, waits_s, speeds = zip(*points, strict=True)
         axes.plot([1e3 * s for s in waits_s], speeds, "o-", ms=4, color=color, label=name)
         batch, wait_s, speed = points[-1]
-        look: Any = {"color": color, "va": "center", "fontsize": 8}
-        text_near(axes, f"{batch}: full", (1e3 * wait_s, speed), (6, 0), **look)
-    above: Any = {"offset": (-5, 4), "ha": "right"}
-    below: Any = {"offset": (5, -13)}
-    sides = itertools.chain([above], itertools.repeat(below))  # the first curve is the highest
-    for points, bend, color, side in zip(curves.values(), bends, SERIES, sides, strict=False):
+        look: Any = {"color": color, "fontsize": 8}
+        text_near(axes, f"{batch}: full", (1e3 * wait_s, speed), (9, 0), **look, va="center")
+    above_first = itertools.chain([11], itertools.repeat(-15))  # the first curve is the highest
+    for points, (bend, holds), color, offset in zip(
+        curves.values(), bends, SERIES, above_first, strict=False
+    ):
         for (small, *low), (large, *high) in itertools.pairwise(points):
             if small <= bend < large:
                 share = math.log(bend / small) / math.log(large / small)
                 x, y = (a * (b / a) ** share for a, b in zip(low, high, strict=True))
                 axes.plot(1e3 * x, y, "|", ms=16, mew=2, color="black")
-                text_near(axes, f"{bend:.0f} users", (1e3 * x, y), **side, color=color, fontsize=8)
+                look = {"color": color, "fontsize": 8}
+                text_near(axes, f"{bend:.0f} users: {holds}", (1e3 * x, y), (5, offset), **look)
+    circled = [
+        (1e3 * s, speed) for points in curves.values() for n, s, speed in points if n == marked
+    ]
+    if circled:
+        ring: Any = {"ms": 11, "mfc": "none", "mew": 1.5, "color": "black", "ls": ""}
+        axes.plot(*zip(*circled, strict=True), "o", **ring, label=f"{marked} users")
     first = next(iter(curves.values()))[0]  # the curves start at almost the same point
     place = 1e3 * first[1], first[2]
     axes.annotate("1 user  ", place, fontsize=8, ha="right", va="center")
@@ -206,14 +219,18 @@ def latency_and_throughput(
         f"batch {points[-1][0]} {points[-1][2]:,.0f} at {format_seconds(points[-1][1])}"
         for name, points in curves.items()
     )
-    show(fig, f"Line chart of tokens per second against time per token, by batch size. {ends}.")
+    bars = "".join(f" Bar at {bend:.0f} users: {holds}." for bend, holds in bends)
+    show(
+        fig, f"Line chart of tokens per second against time per token, by batch size. {ends}.{bars}"
+    )
 
 
-def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]]) -> None:
+def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]], where: str) -> None:
     """Plot time to first token and longest gap by requests per second, a line for each way to serve.
 
     ``results`` maps a name to {rate: (seconds to the first token, longest gap between tokens in seconds,
-    tokens/s)}; the times are 95th percentiles over the users. The tokens/s aren't drawn.
+    tokens/s)}; the times are 95th percentiles over the users. The tokens/s aren't drawn. ``where`` names
+    the GPUs that each way has.
     """
     fig, panels = figure(1, 2, width=9.0, height=3.4)
     labels = ("time to first token (s)", "longest gap between tokens (s)")
@@ -223,7 +240,7 @@ def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]]) ->
             rates = list(by_rate)
             values = [by_rate[rate][place] for rate in rates]
             axes.plot(rates, values, marker=marker, ms=4, color=color, label=name)
-        axes.set(xlabel="requests/s", ylabel=label, yscale="log", xlim=(0, None))
+        axes.set(xlabel=f"requests/s on {where}", ylabel=label, yscale="log", xlim=(0, None))
         _label_decades(axes)
     legend_beside(panels[-1], fontsize=9)
     headline(
@@ -273,11 +290,11 @@ def predicted_and_published(rows: Mapping[str, Mapping[str, tuple[float, float]]
     )
 
 
-def token_times(streams: Mapping[str, Sequence[float]], arrival_s: float) -> None:
+def token_times(streams: Mapping[str, Sequence[float]], arrival_s: float, prompt: int) -> None:
     """Draw a tick for each of one user's tokens, with a row for each way to serve.
 
     ``streams`` maps a name to the tokens' times in seconds. A dashed line marks ``arrival_s``, when
-    another user's long prompt arrives.
+    another user's prompt of ``prompt`` tokens arrives.
     """
     fig, axes = figure(width=7.5, height=0.9 + 0.45 * len(streams))
     names = list(streams)[::-1]
@@ -293,7 +310,7 @@ def token_times(streams: Mapping[str, Sequence[float]], arrival_s: float) -> Non
     title(
         axes,
         "One user's tokens while another's long prompt arrives",
-        "virtual time; dashed: the prompt arrives",
+        f"virtual time; dashed: the prompt of {prompt:,} tokens arrives",
     )
     longest = {
         name: max(b - a for a, b in itertools.pairwise(times)) for name, times in streams.items()

@@ -96,7 +96,16 @@ def test_first_to_differ_orders_the_parts_by_their_first_difference(alts):
 
 def test_held_says_which_part_of_each_matrix_a_gpu_has(alts):
     plots.held([("", "x", 6, 8, "whole"), ("=", "y", 6, 4, "partial")], 2, "By rows")
-    assert "x (6 by 8) all of it, y (6 by 4) a partial sum" in alts[0]
+    assert "x (6 by 8) all of it, y (6 by 4) a partial sum" in alts[0] and "is new" not in alts[0]
+    plots.held([("", "keys", 4, 4, "columns")], 2, "Its own heads", new_rows=("keys",))
+    assert "keys (4 by 4) its columns. The last row of keys is new." in alts[1]
+
+
+def test_latency_and_throughput_says_what_holds_at_each_bar(alts):
+    points = [(1, 0.016, 62.0), (32, 0.018, 1800.0), (256, 0.039, 6600.0)]
+    bar = 185.2, "arithmetic = weights"
+    plots.latency_and_throughput({"1,000 tokens": points}, "Batches", "virtual", [bar], marked=32)
+    assert "batch 256 6,600 at 39 ms. Bar at 185 users: arithmetic = weights." in alts[0]
 
 
 def test_cache_steps_processes_the_prompt_at_once_and_then_one_character_at_a_time(alts):
