@@ -236,7 +236,7 @@ def test_a_copy_of_a_tensors_attributes_is_on_the_same_gpu():
 
 def test_a_record_includes_what_gloo_drops_a_moment_late():
     class HeldByGloo:
-        """A tensor that only gloo's thread still holds, until someone waits for its return."""
+        """A tensor that only gloo's thread still holds, until someone waits for gloo to return it."""
 
         def __init__(self):
             self.tensor = torch.zeros(1024, device="vgpu:0")
