@@ -38,7 +38,7 @@ def on_a_rank(rank, world_size, arguments):
 
 
 def at_the_third_loss(rank, world_size, arguments, what):
-    """In the script, ``what`` receives the last rank's third loss and returns another."""
+    """In the script, ``what`` receives the last rank's third loss and returns its replacement."""
     losses, cross_entropy = itertools.count(1), nn.functional.cross_entropy
 
     def instead(*given):
@@ -62,7 +62,7 @@ def run(capfd, monkeypatch):
             monkeypatch.setattr(sys, "argv", [SCRIPT, *options.split()])
             try:
                 runpy.run_path(SCRIPT, run_name="__main__")
-            finally:  # a script that refuses to run ends its process
+            finally:  # a script that refuses to run exits
                 if dist.is_initialized():
                     dist.destroy_process_group()
         return capfd.readouterr().out
@@ -145,7 +145,7 @@ def test_training_ends_when_no_gradient_is_finite(run, monkeypatch, capfd):
     assert output.err == "train.py: none of the last 10 gradients was finite\n"
 
 
-def test_sigterm_to_one_rank_saves_the_step_and_ends_all(run, tmp_path, capfd):
+def test_sigterm_to_one_rank_saves_the_step_and_terminates_all_ranks(run, tmp_path, capfd):
     options = f"--steps 20 --dp-shard 2 --checkpoints {tmp_path}"
 
     def terminated(loss):
