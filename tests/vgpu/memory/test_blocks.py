@@ -227,7 +227,7 @@ def test_a_bad_memory_fraction_is_rejected(fraction, kind):
 
 
 def test_a_copy_of_a_tensors_attributes_is_on_the_same_gpu():
-    # dcp.async_save copies them one by one; it must not copy the GPU with all its blocks.
+    # dcp.async_save copies them one by one; it must not copy the GPU along with its blocks.
     with vgpu.enable(1):
         attributes = vars(torch.ones(3, device="vgpu:0"))
         copied = copy.deepcopy(attributes["_gpu"])

@@ -144,7 +144,7 @@ def keep_it_or_have_it_from_before(main, side, before):
 
 
 def use_new_memory_elsewhere(main, side, before, waits=False):
-    eight().neg()  # `room` may reuse its memory, which may still be being written
+    eight().neg()  # `room` may reuse its memory while that is still being written
     room = torch.empty_like(before[0])
     if waits:
         side.wait_stream(main)
