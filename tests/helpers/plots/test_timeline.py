@@ -152,7 +152,7 @@ def test_lanes_of_joined_ranks_are_numbered_by_rank():
 
 
 def test_a_stream_of_hairlines_has_no_lane():
-    """Its lane would look empty; the line below the title says that the stream is omitted."""
+    """Its lane would look empty; the line below the title says that it's omitted."""
     with vgpu.enable(1, gpu="K80"), vgpu.shapes_only():
         x, tiny = torch.ones(2**26, device="vgpu"), torch.ones(1, device="vgpu")
         with vgpu.record() as found:
