@@ -99,7 +99,7 @@ def mesh_dimensions(options: Namespace, sizes: TransformerSizes) -> dict[str, in
     replicas, tp = options.dp_replicate, options.tp
     shards = options.dp_shard or max(1, RANKS // (replicas * tp))
     if replicas * shards * tp != RANKS:
-        refuse(f"{RANKS} ranks are not dp_replicate {replicas} × dp_shard {shards} × tp {tp}")
+        refuse(f"dp_replicate {replicas} × dp_shard {shards} × tp {tp} != world size {RANKS}")
     for name, size, parts in (
         ("sequences in a batch", options.batch, replicas * shards * options.accumulate),
         ("key-value heads", sizes.key_value_heads, tp),
@@ -226,7 +226,7 @@ def train(options: Namespace, sizes: TransformerSizes, mesh: DeviceMesh, device:
             tokens_per_s = (step - shown) * options.batch * sizes.sequence / (now_s - began_s)
             line += f", {speed(tokens_per_s, sizes, device)}"
             count = int(skipped.item())
-            line += f", {count} updates skipped: gradients not finite" if count else ""
+            line += f", skipped updates: {count} (gradients not finite)" if count else ""
             if RANK == 0:
                 print(line, flush=True)
             if in_a_row.item() >= 10:

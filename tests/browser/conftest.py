@@ -62,7 +62,7 @@ def address(scratch):
 
 @pytest.fixture(scope="module")
 def open_lesson(browser, address):
-    """A function that opens the lesson whose name begins with ``start``; it closes the last one."""
+    """A function that opens the lesson whose name begins with ``start``, and closes the previous one."""
     pages = []
 
     def close():

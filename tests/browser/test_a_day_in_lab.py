@@ -69,7 +69,7 @@ def test_an_exercise_judges_a_wrong_and_a_right_answer_and_counts_as_progress(op
     assert told and "1 of 3" in told[0]
 
 
-def test_the_stop_button_ends_a_running_launch_and_its_processes(open_lesson):
+def test_the_stop_button_terminates_a_running_launch_and_its_processes(open_lesson):
     lesson = open_lesson("06")
     for number in [n for n, cell in enumerate(lesson.cells()) if "setup" in cell["tags"]]:
         lesson.run(number)

@@ -50,7 +50,7 @@ def user(request, clone, tmp_path):
     return AS_NOBODY
 
 
-def test_make_lab_opens_lesson_00_and_ctrl_c_ends_it(user, clone, tmp_path, browser):
+def test_make_lab_opens_lesson_00_and_stops_on_ctrl_c(user, clone, tmp_path, browser):
     command = [*user, *first_command()]
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path / "home"), "TERM": "xterm"}
     terminal = pexpect.spawn(

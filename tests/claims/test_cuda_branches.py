@@ -1,4 +1,4 @@
-"""Lines of lessons that run only on real GPUs, run here with ``cuda`` read as ``vgpu``.
+"""Lesson code that runs only on real GPUs is tested with ``cuda`` read as ``vgpu``.
 
 Every cell that checks for real GPUs runs, with the cells that it needs, on virtual GPUs as it would
 on real ones. Its branches for machines without GPUs are removed first.
@@ -19,7 +19,7 @@ from vgpu.profiling import memory
 QUESTION = "torch.cuda.is_available()"
 WORDS = ("cuda", "vgpu")
 
-# Replaces programs that lessons start with a shell. A program is a fork of this process, which has
+# Replaces programs that lessons start from a shell. Each is a fork of this process, which has
 # imported torch, and sees four GPUs, except those that CUDA_VISIBLE_DEVICES hides. PyTorch itself
 # reads the variable.
 HANDED = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
@@ -114,7 +114,7 @@ ASKING = {
 
 
 class _OnRealGPUs(ast.NodeTransformer):
-    """Replaces each condition about real GPUs by its branch for them."""
+    """Replaces each condition about real GPUs with its branch for them."""
 
     def visit_If(self, node):
         self.generic_visit(node)

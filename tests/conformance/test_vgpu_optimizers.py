@@ -76,7 +76,7 @@ class Problem:
         return loss
 
     def state(self) -> list[torch.Tensor]:
-        """Return the optimizer's state on the CPU, where step counts may be in any case."""
+        """Return the optimizer's state, moved to the CPU; step counts may be there already."""
         remembered = [self.optimizer.state[parameter] for parameter in self.parameters]
         return [tensor.cpu() for tensor in tensors_of([dict(state) for state in remembered])]
 

@@ -1,6 +1,6 @@
 """``distributed_test``, which is in PyTorch's wheel, with the NCCL backend.
 
-It's set up as by test/distributed/test_distributed_spawn.py in PyTorch's repository.
+It's set up as in test/distributed/test_distributed_spawn.py in PyTorch's repository.
 """
 
 import os

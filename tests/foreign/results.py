@@ -39,7 +39,7 @@ class Result:
 
 
 def ranks(count: int) -> list[object]:
-    """Return the arguments before a program's path with which torchrun starts ``count`` ranks."""
+    """Return the arguments to put before a program's path so that torchrun starts ``count`` ranks."""
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
 
 
@@ -92,7 +92,7 @@ def judge(result: Result, name: str, done: Done) -> bool:
 def compare(
     result: Result, name: str, done: Done, expected: Done, losses: Callable[[Done], list[float]]
 ) -> None:
-    """Count a program that prints losses, and compare these with a reference run's."""
+    """Count a program that prints losses, and compare the losses with a reference run's."""
     if not judge(result, name, done):
         return
     found, right = losses(done), losses(expected)

@@ -26,7 +26,7 @@ def without(letter, fault, timeline):
         return step_s(vgpu.replay(timeline, **NO_LAUNCHES))
     if fault == "straggler":
         return step_s(faulty_traces.straggler(rows=4096) if letter == "B" else timeline)
-    if fault == "bubble":  # the same work in one of four times as many micro-batches
+    if fault == "bubble":  # the same work: a quarter of a step with 20 micro-batches
         return step_s(faulty_traces.pipeline(20)) / 4 if letter == "E" else step_s(timeline)
     change = {"loader": {"loader_s": 0.0}, "item": {"looks": False}}[fault]
     return step_s(faulty_traces.data_parallel(letter, **change) if letter in "ACDF" else timeline)
@@ -38,7 +38,7 @@ def test_the_named_fault_costs_more_than_any_other(letter):
     faults = [trace.fault for trace in faulty_traces.traces().values()]
     whole_s = step_s(timeline)
     costs = {other: whole_s - without(letter, other, timeline) for other in faults}
-    # In F, the host is late after each look, so faster launches would shorten those waits, too.
+    # In F, the host is late after each value that it reads, so faster launches would shorten those waits, too.
     others = {name: s for name, s in costs.items() if (letter, name) != ("F", "launches")}
     second = max(s for name, s in others.items() if name != fault)
     assert costs[fault] == max(costs.values())

@@ -38,7 +38,7 @@ def on_a_rank(rank, world_size, arguments):
 
 
 def at_the_third_loss(rank, world_size, arguments, what):
-    """In the script, ``what`` receives the last rank's third loss and returns another."""
+    """In the script, ``what`` receives the last rank's third loss and returns its replacement."""
     losses, cross_entropy = itertools.count(1), nn.functional.cross_entropy
 
     def instead(*given):
@@ -62,7 +62,7 @@ def run(capfd, monkeypatch):
             monkeypatch.setattr(sys, "argv", [SCRIPT, *options.split()])
             try:
                 runpy.run_path(SCRIPT, run_name="__main__")
-            finally:  # a script that refuses to run ends its process
+            finally:  # a script that refuses to run exits
                 if dist.is_initialized():
                     dist.destroy_process_group()
         return capfd.readouterr().out
@@ -124,7 +124,7 @@ def test_gradients_that_are_not_finite_change_nothing_on_any_rank(tmp_path, capf
     launch.run(at_the_third_loss, ranks, options, lambda loss: loss * torch.inf, gpu="V100")
     line = capfd.readouterr().out
     assert "step 3: loss inf, norm " in line, line
-    assert "1 updates skipped: gradients not finite" in line
+    assert "skipped updates: 1 (gradients not finite)" in line
     (before, moments), (after, moments_after) = (
         (parameters(tmp_path, step), torch.load(tmp_path / "plain.pt")["optimizer"]["state"])
         for step in (2, 3)
@@ -145,7 +145,7 @@ def test_training_ends_when_no_gradient_is_finite(run, monkeypatch, capfd):
     assert output.err == "train.py: none of the last 10 gradients was finite\n"
 
 
-def test_sigterm_to_one_rank_saves_the_step_and_ends_all(run, tmp_path, capfd):
+def test_sigterm_to_one_rank_saves_the_step_and_terminates_all_ranks(run, tmp_path, capfd):
     options = f"--steps 20 --dp-shard 2 --checkpoints {tmp_path}"
 
     def terminated(loss):
@@ -217,12 +217,13 @@ def test_mfu_uses_this_gpus_peak_or_is_unknown(monkeypatch, name, said):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
-    # Each of 8 ranks does 8,000 tokens/s of 57.9 GFLOP: 6 · 7.5 billion, and 12.9 in attention.
+    # Each of 8 ranks processes 8,000 tokens/s, at 57.9 GFLOP per token:
+    # 6 · 7.5 billion, plus 12.9 GFLOP in attention.
     assert said in gpt.speed(8 * 8000, LLAMA["8B"], "cuda")
 
 
 def test_a_cluster_runs_the_script_as_fast_as_the_plan_predicts():
-    """Lesson 15 compares the two with FSDP across hosts and tensor parallelism inside."""
+    """Lesson 15 makes the same comparison for FSDP across hosts with tensor parallelism within one."""
     options = "--model 8B --layers 8 --bf16 --recompute"
     sizes = dataclasses.replace(LLAMA["8B"], layers=8)
     layouts = {
@@ -274,8 +275,8 @@ def test_the_script_refuses_a_file_that_has_none_of_its_weights(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--dp-shard 3", "1 ranks are not dp_replicate 1 × dp_shard 3 × tp 1"),
-        ("--tp 2", "1 ranks are not dp_replicate 1 × dp_shard 1 × tp 2"),
+        ("--dp-shard 3", "dp_replicate 1 × dp_shard 3 × tp 1 != world size 1"),
+        ("--tp 2", "dp_replicate 1 × dp_shard 1 × tp 2 != world size 1"),
         ("--batch 0", "--batch must be at least 1"),
         ("--save-every 0", "--save-every must be at least 1"),
         ("--dp-shard -2 --tp -2", "--dp-shard must be at least 0"),
@@ -309,7 +310,7 @@ def without_a_gpu(rank, world_size):
     on_a_rank(rank, world_size, ["--steps", "1"])
 
 
-def test_the_script_refuses_ranks_with_and_without_gpus(capfd):
+def test_the_script_refuses_a_mix_of_ranks_with_and_without_gpus(capfd):
     with pytest.raises(launch.LaunchError):
         launch.run(without_a_gpu, 2, gpu="V100")
     message = "the ranks must all have a GPU, or none; they have cpu, vgpu"
@@ -375,7 +376,7 @@ def on_its_own_disk(rank, world_size, folder):
 
 
 def test_the_script_refuses_a_folder_that_ranks_do_not_share(tmp_path, capfd):
-    """Each host would have a part of a checkpoint that counts as complete."""
+    """Otherwise, each host would have only part of a checkpoint that counts as complete."""
     with pytest.raises(launch.LaunchError):
         launch.run(on_its_own_disk, 2, str(tmp_path), gpu="V100")
     found = capfd.readouterr()
@@ -389,7 +390,7 @@ def test_a_run_with_fewer_steps_than_its_checkpoint_ends_immediately(run, tmp_pa
     assert "resumed from" in found and not losses(found).numel()
 
 
-def test_a_full_disk_keeps_the_last_complete_checkpoint(run, tmp_path, capfd):
+def test_the_last_complete_checkpoint_survives_a_full_disk(run, tmp_path, capfd):
     run(f"--steps 2 --checkpoints {tmp_path}")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))

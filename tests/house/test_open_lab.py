@@ -66,7 +66,7 @@ def lab(tmp_path):
     server.stdout.close()
 
 
-def test_ctrl_c_ends_jupyterlab_and_its_kernels(lab, tmp_path):
+def test_ctrl_c_terminates_jupyterlab_and_its_kernels(lab, tmp_path):
     server, said = lab
     address = r"http://127\.0\.0\.1:(\d+)/lab/tree/00_start_here\.ipynb\?token=(\w+)\n$"
     port, token = re.search(address, said).groups()

@@ -24,7 +24,7 @@ def patch(target, new): unittest.mock.patch(target, new).start()
 
 
 def run_of(cells: Iterable[Cell], before: str = "") -> Run:
-    """Return the cells in order, with the code ``before`` ahead of the last one as cell "before".
+    """Return the cells in order, with the code ``before`` ahead of the last one, as cell "before".
 
     It may call ``patch("torch.nn.DataParallel.scatter", new)`` to replace something in a module.
     """

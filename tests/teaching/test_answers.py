@@ -1,4 +1,4 @@
-"""Explorers' answers for a page without a kernel: which values it offers, and what they show."""
+"""Explorers' answers for a page without a kernel: which values are offered, and what they show."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The guard above a judge: it exits as its child does, and ends everything that the child started."""
+"""The guard above a judge: it exits as its child does, and terminates what the child started."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def test_the_guard_exits_with_the_status_of_its_child(ending):
     assert done.returncode == plain.returncode != 0
 
 
-def test_the_guard_ends_everything_on_request():
+def test_the_guard_terminates_everything_on_request():
     code = f"""
 import os, subprocess, time
 {GUARD}

@@ -75,7 +75,7 @@ time.sleep(600)
 """
 
 
-def test_the_time_limit_ends_an_answer_and_everything_it_started_but_not_the_next(tmp_path):
+def test_the_time_limit_terminates_an_answer_and_everything_it_started_but_not_the_next(tmp_path):
     pids = [tmp_path / "one", tmp_path / "two"]
     answers = {
         "4.1": STARTS_A_CHILD.format(pid=str(pids[0])),
@@ -108,7 +108,7 @@ for pid in children:
 """
 
 
-def test_the_memory_limit_ends_an_answer_and_counts_shared_pages_once(tmp_path):
+def test_the_memory_limit_terminates_an_answer_and_counts_shared_pages_once(tmp_path):
     answers = {"4.2": "kept = bytearray(b'x') * 2**31\nwhile True: pass"}
     if sys.platform == "linux":
         answers["4.1"] = SHARES + SOLUTIONS["4.1"]
@@ -187,7 +187,7 @@ def test_hostile_answers_do_not_change_other_learners_verdicts(tmp_path, capsys)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
-def test_killing_the_class_check_ends_the_judges(tmp_path):
+def test_killing_the_class_check_terminates_the_judges(tmp_path):
     waits = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
     hand_in(tmp_path / "class", "one", {"4.1": waits + "time.sleep(600)"})
     arguments = [str(tmp_path / "class")]

@@ -59,7 +59,7 @@ PERMANENT = {
     "class ProfilerActivity.VGPU",
     "class ProfilerActivity.name",
     "torch.utils.backend_registration._privateuse1_backend_name",
-    # The name makes torch.accelerator ask torch.vgpu whether it's available; it says no.
+    # The name makes torch.accelerator ask torch.vgpu whether it's available; torch.vgpu says no.
     "torch.vgpu",
 }
 

@@ -322,7 +322,7 @@ def test_a_run_that_stayed_on_the_cpu_names_the_package_that_chose_it(
 
 
 def test_every_python_process_that_a_run_starts_has_its_virtual_gpus(package, tmp_path):
-    """Start processes as launchers do; the run knows that they used GPUs, even if it used none."""
+    """Start processes as launchers do; the run knows that they used GPUs, even if it used none itself."""
     (tmp_path / "launcher.py").write_text(
         "import subprocess, sys\n"
         "for program in (['train.py'], ['-m', 'train'], ['-c', 'import train']):\n"

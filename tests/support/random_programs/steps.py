@@ -223,7 +223,7 @@ def copy_over(p: Draft, r: Random) -> None:
     x = p.any(lambda t: dense(t) and not t.is_inference())
     y = p.any_of(lambda n: dense(p.value(n)))
     if p.value(x).data_ptr() == p.value(y).data_ptr():
-        raise StopIteration  # onto itself: on the CPU, irrelevant strides decide if that raises
+        raise StopIteration  # onto itself: on the CPU, irrelevant strides decide whether that raises
     p.add(f"with torch.no_grad(): {x}.copy_({y})")
 
 

@@ -155,7 +155,7 @@ def test_a_group_rejects_a_tensor_on_another_gpu_as_nccl_does():
 
 
 def test_a_collective_rejects_dtypes_of_equal_size_that_differ_among_ranks():
-    """After more collectives than a group keeps keys for, too."""
+    """Also after more collectives than a group keeps keys for."""
     main = cell(
         """
         def main(rank, world_size):

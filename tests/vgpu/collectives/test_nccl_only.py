@@ -53,7 +53,7 @@ def test_nccl_only_features_are_rejected_with_a_clear_message():
 SPLIT = """
 def main(rank, world):
     device = torch.device("vgpu", rank)
-    # As init_process_group(device_id=...) has it; gloo may fail to meet twice, on torch 2.11.
+    # As init_process_group(device_id=...) sets it; on torch 2.11, a second gloo rendezvous may fail.
     dist.group.WORLD.bound_device_id = device
     from torch.distributed.device_mesh import init_device_mesh
     found = []

@@ -238,7 +238,7 @@ def main(rank, world):
 
 
 def test_vccl_supports_what_nccl_does_and_gloo_does_not():
-    """Lists of unequal parts, messages to the same rank, and vccl's own profiler events."""
+    """Lists of unequal parts, messages from a rank to itself, and vccl's own profiler events."""
     for rank, (received, own, others, events, said) in enumerate(
         launch.run(cell(BEYOND_GLOO)["main"], 3, gpu="V100")
     ):
@@ -251,7 +251,7 @@ def test_vccl_supports_what_nccl_does_and_gloo_does_not():
 
 BACKENDS = """
 def main(rank, world, backends):
-    # As init_process_group(device_id=...) has it; gloo may fail to meet twice, on torch 2.11.
+    # As init_process_group(device_id=...) sets it; on torch 2.11, a second gloo rendezvous may fail.
     dist.group.WORLD.bound_device_id = torch.device("vgpu", rank)
     sums = {}
     for backend in backends:

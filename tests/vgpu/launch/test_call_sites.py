@@ -26,7 +26,7 @@ LIBRARIES = [
 
 
 @pytest.mark.parametrize("path", [*map(str, LIBRARIES), "<frozen importlib._bootstrap>"])
-def test_files_of_python_of_packages_and_of_vgpu_are_library_files(path):
+def test_files_that_belong_to_python_packages_or_vgpu_are_library_files(path):
     assert is_library(path)
 
 

@@ -1,4 +1,4 @@
-"""What a rank starts ends with the call, whether the rank returns, fails or hangs."""
+"""Processes that a rank starts end with the call, whether the rank returns, fails or hangs."""
 
 import os
 import time
@@ -28,7 +28,9 @@ def is_alive(pid):
         ("time.sleep(600)", launch.RanksHung),
     ],
 )
-@pytest.mark.skipif(os.name == "nt", reason="Windows doesn't know an ended process's descendants")
+@pytest.mark.skipif(
+    os.name == "nt", reason="Windows doesn't know the descendants of a process that has ended"
+)
 def test_a_child_process_ends_with_the_call(ending, error, tmp_path):
     body = f"""
 import subprocess

@@ -321,7 +321,7 @@ def test_output_printed_before_a_fault_is_shown(capsys):
     assert capsys.readouterr().out == "[rank 0] one before\n"
 
 
-def test_the_stop_button_ends_the_ranks_and_says_where_they_were(capsys, others, tmp_path):
+def test_the_stop_button_terminates_the_ranks_and_says_where_they_were(capsys, others, tmp_path):
     function = cell(
         """
         def main(rank, world_size, folder):

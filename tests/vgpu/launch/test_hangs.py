@@ -60,7 +60,7 @@ def test_all_reduce_of_different_sizes_is_a_mismatch():
     ranks = [waiting(started(1)), waiting(started(1, shape=(3,)))]
     assert is_deadlock(ranks)
     assert "Mismatch in all_reduce" in explain(ranks, str)
-    # One rank finished with the data that had arrived, and waits for the other in the next
+    # One rank finished with the data that had arrived, and is waiting for the other in the next
     # collective.
     ahead = waiting(started(1, finished=True), started(2, name="barrier"))
     assert is_deadlock([ahead, waiting(started(1, shape=(3,)))])

@@ -33,7 +33,7 @@ def test_results_are_in_rank_order_and_the_group_is_ready():
 
 
 def test_no_function_starts_before_every_rank_has_joined():
-    """A function may leave the group immediately, while other ranks would still be connecting."""
+    """A function may leave the group immediately, while other ranks are still connecting."""
     names = cell(
         """
         class Late:

@@ -104,7 +104,7 @@ def train_on_two_hosts(script, folder, environment_of_host_1):
         return [status_of(agent) for agent in agents]
     finally:
         for agent in agents:
-            agent.terminate()  # also ends its ranks; does nothing if it has exited
+            agent.terminate()  # also terminates its ranks; does nothing if it has exited
             if status_of(agent) is None:
                 agent.kill()
                 agent.wait()

@@ -227,7 +227,7 @@ def test_a_bad_memory_fraction_is_rejected(fraction, kind):
 
 
 def test_a_copy_of_a_tensors_attributes_is_on_the_same_gpu():
-    # dcp.async_save copies them one by one; it must not copy the GPU with all its blocks.
+    # dcp.async_save copies them one by one; it must not copy the GPU along with its blocks.
     with vgpu.enable(1):
         attributes = vars(torch.ones(3, device="vgpu:0"))
         copied = copy.deepcopy(attributes["_gpu"])
@@ -236,7 +236,7 @@ def test_a_copy_of_a_tensors_attributes_is_on_the_same_gpu():
 
 def test_a_record_includes_what_gloo_drops_a_moment_late():
     class HeldByGloo:
-        """A tensor that only gloo's thread still holds, until someone waits for its return."""
+        """A tensor that only gloo's thread still holds, until someone waits for gloo to return it."""
 
         def __init__(self):
             self.tensor = torch.zeros(1024, device="vgpu:0")

@@ -31,7 +31,8 @@ def plan(layout, batch, **options):
 
 TWO = plan(Layout(dp_shard=2, pp=2), 2, gpus_per_host=2)  # one host per stage
 
-# A rank's launches run ahead of its GPU, but start over here: each action is recorded separately.
+# A rank's launches run ahead of its GPU; here, they start over with each action, which is recorded
+# separately.
 NO_LAUNCHES = {"python_launch_s": 0.0, "engine_launch_s": 0.0}
 
 
@@ -201,7 +202,7 @@ def test_the_trace_has_a_row_for_each_stage(tmp_path, capsys):
     kernels = [row for row in rows if row.get("cat") == "kernel"]
     sent = [row for row in kernels if row["args"]["module"].startswith("3B1")]
     (action,) = (row for row in rows if row["name"] == "3B1")
-    # A last reduction outlasts its action, which must not make it overlap the next one.
+    # A last reduction outlasts its action, but the action must not overlap the next one.
     assert max(row["ts"] + row["dur"] for row in sent) > action["ts"] + action["dur"] + 1
     assert_is_drawn(rows)
 

@@ -54,7 +54,7 @@ def test_compiled_blocks_do_not_save_their_last_matmul():
     eager, compiled = (predict(plan, fuses=fuses) for fuses in (False, True))
     output_bytes = 2 * plan.batch * plan.sequence * SMALL.width
     saved_bytes = eager.allocated_bytes - compiled.allocated_bytes
-    # At the peak, the last block may be being recomputed.
+    # At the peak, the last block's recomputation may be under way.
     assert saved_bytes in ((SMALL.layers - 1) * output_bytes, SMALL.layers * output_bytes)
 
 

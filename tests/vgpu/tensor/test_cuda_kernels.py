@@ -61,7 +61,7 @@ def in_float32(name, x):
 
 @contextlib.contextmanager
 def bytes_of():
-    """Yield a list that gets the MiB allocated at the block's peak and end, minus its start's."""
+    """Yield a list that gets the MiB allocated at the block's peak and end, beyond those at its start."""
     torch.vgpu.reset_peak_memory_stats()
     before, found = torch.vgpu.memory_allocated(), []
     yield found

@@ -1,4 +1,4 @@
-"""Fused attention is as fast as its kernels' published measurements."""
+"""Fused attention is as fast as published measurements of its kernels."""
 
 import dataclasses
 

@@ -63,8 +63,8 @@ def test_collectives_take_no_multiprocessors_unless_a_replay_says_so(rank):
 def test_an_earlier_collective_occupies_links_and_multiprocessors(rank):
     timeline = recorded(collective_processors=1)
     (sending,) = (event for event in timeline.events if event.kind == "collective")
-    # The other collective lasts until 10 µs, and counts although it's an equivalent rank's, on
-    # another GPU.
+    # The other collective lasts until 10 µs, and counts even though it's that of an
+    # equivalent rank on another GPU.
     before = sending._replace(start_s=-30e-6, end_s=10e-6, device=torch.device("vgpu:1"))
     again = replay_beside(timeline, [before])
     assert times_us(again, "collective") == us((10, 50))

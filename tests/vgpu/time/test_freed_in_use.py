@@ -61,7 +61,7 @@ def test_a_batch_that_is_freed_while_it_is_multiplied_is_reported(shapes):
 
 
 def made_here_used_there(synchronize):
-    """Sum a tensor that another stream created on the default stream, and then free it."""
+    """On the default stream, sum a tensor that another stream created, and then free it."""
     side = torch.vgpu.Stream("vgpu:0")
     with vgpu.record() as timeline:
         with side:
@@ -144,7 +144,7 @@ def keep_it_or_have_it_from_before(main, side, before):
 
 
 def use_new_memory_elsewhere(main, side, before, waits=False):
-    eight().neg()  # `room` may reuse its memory, which may still be being written
+    eight().neg()  # `room` may reuse its memory while that is still being written
     room = torch.empty_like(before[0])
     if waits:
         side.wait_stream(main)
@@ -173,7 +173,7 @@ def test_memory_in_use_is_distinguished_from_reusable_memory(program, wanted):
 
 
 def test_a_side_stream_with_its_own_waits_suffices_in_training():
-    # Tensors kept by a graph are freed during backward, whose streams have waited by its end.
+    # Tensors kept by a graph are freed during backward, by the end of which its streams have waited.
     side = torch.vgpu.Stream("vgpu:0")
     layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)).to("vgpu:0")
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)

@@ -37,7 +37,7 @@ each_assumption = pytest.mark.parametrize("assumed", ASSUMPTIONS, ids=str)
 
 @functools.cache
 def training(size=None):
-    """Record a training step to replay with any link and costs; on one GPU without ``size``."""
+    """Record a training step to replay with any link and costs, on one GPU if there's no ``size``."""
     with vgpu.enable(2, gpu=GPU), vgpu.shapes_only():
         return recorded(TwoStages(size) if size else one_gpu())
 
