@@ -1,4 +1,4 @@
-"""Checks for lesson 03: evaluating, one read-back per epoch, checkpoints, resuming in an epoch."""
+"""Checks for lesson 03: evaluation, one read-back per epoch, checkpoints, resuming mid-epoch."""
 
 import copy
 import inspect
@@ -277,7 +277,7 @@ class _SmallRun:
 
 
 def _saved_and_loaded(answer: Any) -> dict[str, Any]:
-    """Save the answer and load it, as the lesson does; raise Wrong for what's missing or rejected."""
+    """Save and load the answer as the lesson does; raise Wrong if a part is missing or rejected."""
     if not isinstance(answer, dict):
         raise Wrong(yours=answer, expected="a dictionary", hint="Return one entry per part.")
     missing = [name for name in _PARTS if name not in answer]

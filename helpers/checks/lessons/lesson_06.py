@@ -278,7 +278,7 @@ def ring_all_reduce(answer: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
                         hint="The sum is right. Send one chunk in each step, not the full tensor.",
                     )
         sent[ranks] = (
-            f"the last rank, with {length} elements, sent {sum(sizes)} in {len(sizes)} messages"
+            f"with {length} elements, the last rank sent {sum(sizes)} in {len(sizes)} messages"
         )
     return {f"{ranks} ranks": text for ranks, text in sorted(sent.items())}
 

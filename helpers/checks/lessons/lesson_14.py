@@ -293,7 +293,7 @@ def balanced(answer: Callable[[int, int], Sequence[int]]) -> dict[str, Any]:
                 )
         in_order = 4 * ranks - 2
         shown[f"{ranks} ranks"] = (
-            f"{max(work):g} pairs of chunks on each; in order, up to {in_order:g}, "
+            f"{max(work):g} pairs of chunks on each; with chunks in order, up to {in_order:g}, "
             f"{in_order / max(work):.2f} times as many"
         )
     return shown
@@ -342,8 +342,8 @@ def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) ->
             "the GPU: count on the GPU.",
         )
     return {
-        "kept": f"{int(expected.sum())} of {tokens} tokens; the fullest expert was sent {fullest}, "
-        f"its capacity is {capacity}",
+        "kept": f"{int(expected.sum())} of {tokens} tokens; the fullest expert was sent {fullest} "
+        f"and has a capacity of {capacity}",
         "your operations": f"{operations[1000]} for 1000 tokens, {operations[10]} for 10",
     }
 

@@ -1,4 +1,4 @@
-"""Checks of lesson 17: stochastic rounding, how many ranks to a percent, the layer that breaks, a recipe."""
+"""Checks for lesson 17: stochastic rounding, ranks to a percent, the layer that breaks, a recipe."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -68,7 +68,7 @@ def _judge_rounding(yours: torch.Tensor, low: float, high: float, share: float) 
         elif found in (0.0, 1.0):
             hint = "All values are rounded the same way. Each value needs its own random number."
         elif abs(found - 0.5) < 0.015:
-            hint = "Up and down are equally frequent. The nearer neighbor must come more often."
+            hint = "Up and down are equally frequent. The nearer neighbor must be more frequent."
         else:
             hint = "The random number must go from 0 to 65,535, like the bits that are dropped."
         raise Wrong(yours=f"{found:.1%} rounded to {high:g}", expected=f"{share:.1%}", hint=hint)
@@ -86,7 +86,7 @@ def ranks_until(answer: Callable[[torch.Tensor, float], Any]) -> dict[str, str]:
             parts[0] = 0  # the sum of one part is exact
             parts[1:, 0] *= 1000
         expected, errors = _until(parts, most)
-        given = f"{ranks} ranks with {size} values each, more than {most:.1%}"
+        given = f"{ranks} ranks with {size} values each, an error of more than {most:.1%}"
         with for_input(given, "Return a number of ranks, or None."):
             yours = answer(parts.clone(), most)
             if yours != expected or isinstance(yours, bool):
@@ -173,7 +173,7 @@ def worst_layer(answer: Callable[[dict[str, torch.Tensor]], Any]) -> dict[str, s
 
 
 def _some_layers(breaks: int) -> dict[str, torch.Tensor]:
-    """A large layer and an outlier, neither a problem, one with zeros, and the one that breaks."""
+    """Return five layers, by name in random order; a scale breaks number ``breaks``."""
     made = [torch.randn(64, 96) for _ in range(5)]
     made[0] *= 1e6  # all large: the scale takes care of it
     made[1][3, 5] = 500.0  # an outlier that float8 can handle
