@@ -309,9 +309,9 @@ def interrupted(
     title(axes, "Killed mid-epoch and resumed: the same curve", "measured after each epoch")
     show(
         fig,
-        f"Accuracy by epoch. The uninterrupted run ends at {percent[0][-1]:.1f}%. The other run is "
-        f"killed {lost:.1f} epochs after its checkpoint of epoch {stopped_after}, at "
-        f"{percent[1][stopped_after - 1]:.1f}%, is resumed, and ends at {percent[1][-1]:.1f}%.",
+        f"Accuracy by epoch. The uninterrupted run ends at {percent[0][-1]:.1f}%. The other run "
+        f"has {percent[1][stopped_after - 1]:.1f}% at its checkpoint of epoch {stopped_after}, is "
+        f"killed {lost:.1f} epochs later, is resumed, and ends at {percent[1][-1]:.1f}%.",
     )
 
 

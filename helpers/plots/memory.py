@@ -95,7 +95,7 @@ def peaks_by_cause(records: Mapping[str, StepRecord]) -> None:
 
 
 def against_k(peaks: Mapping[int, int], times_s: Mapping[int, float], gpu: str) -> None:
-    """Plot a step's peak bytes, and its time relative to the shortest, by the number k of micro-batches."""
+    """Plot a step's peak bytes and relative time (shortest: 1) by k, the number of micro-batches."""
     fig, (left, right) = figure(1, 2, width=8, height=3)
     left.plot(list(peaks), [size / MIB for size in peaks.values()], "o-", color=COLORS["blue"])
     left.set(ylabel="peak of one step, MiB", ylim=(0, None))
@@ -283,7 +283,7 @@ def held_by_cause(
     plate = {"boxstyle": "square,pad=0.1", "facecolor": "white", "linewidth": 0}
     look: Any = {"fontsize": 9, "bbox": plate}
     for place, total in enumerate(ends):
-        # A label that would lie across the dashed line is moved behind it.
+        # A label that would lie across the dashed line is moved to the right of it.
         across = capacity_bytes is not None and total < capacity < total + 0.2 * widest
         end = capacity if across else total, place
         text_near(axes, f"{total:.1f} {unit}", end, (4, 0), va="center", **look)
