@@ -37,13 +37,13 @@ def server_table(server: Server, context: int) -> Table:
     ]
     if server.most_sequences(context):
         rows += [
-            ("first token for such a prompt", format_seconds(server.prefill_s(context))),
+            ("first token for a prompt that long", format_seconds(server.prefill_s(context))),
             ("one user's next token", format_seconds(server.decode_s(1, context))),
         ]
     return Table(
         (f"tp {server.tp}, {server.pp} stages" if server.pp > 1 else f"tp {server.tp}", ""),
         rows,
-        caption="counted, and in virtual time",
+        caption="bytes are counted; times are virtual",
     )
 
 
@@ -62,7 +62,7 @@ def show_server(model: str, gpus: int, numbers: str, context: int) -> None:
 
 
 def serving_explorer() -> ipywidgets.Widget:
-    """Return controls for ``show_server``'s arguments, with what it shows."""
+    """Return controls for ``show_server``'s arguments, together with its output."""
     return explorer(
         show_server,
         {
