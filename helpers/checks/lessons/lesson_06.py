@@ -285,7 +285,7 @@ def ring_all_reduce(answer: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
 
 def _hint_for_ring(yours: Any, total: torch.Tensor, own: torch.Tensor, ranks: int) -> str:
     if not isinstance(yours, torch.Tensor) or yours.shape != total.shape:
-        return "Return the full tensor, with the sum in it, on every rank."
+        return "Return the full sum, as a tensor, on every rank."
     if torch.equal(yours, own):
         return (
             "This is still the rank's own tensor: a chunk from tensor_split is a view, so write "

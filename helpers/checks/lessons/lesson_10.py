@@ -60,7 +60,7 @@ def _judge_order(schedule: Schedule, micro_batches: int) -> str:
         raise Wrong(
             yours=f"{simulated.makespan:g} units of time\n{drawn}",
             expected=f"at most {longest}, as GPipe takes",
-            hint="It fits, but devices wait: the first stages can run more forwards at the start.",
+            hint="It fits in memory, but devices wait: the first stages can run more forwards early on.",
         )
     return (
         f"{simulated.makespan:g} units, {simulated.bubble:.0%} bubble, in flight {peaks}"

@@ -141,7 +141,7 @@ def accumulate_over_ranks(answer: Callable[..., None]) -> dict[str, str]:
             others = [f"{name} of {size}" for name, size in calls if size < weight.numel()]
             shown[f"rank {rank}, {len(sizes[rank])} micro-batches"] = (
                 f"gradient all-reduces: {sent}; other collectives: {', '.join(others) or 'none'}; "
-                f"largest forward {largest} of {sum(sizes[rank])} samples"
+                f"largest forward: {largest} of {sum(sizes[rank])} samples"
             )
     return shown
 

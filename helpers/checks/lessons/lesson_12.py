@@ -217,7 +217,7 @@ class _Layer(nn.Module):
 
 
 class _Stack(nn.Module):
-    """Its embedding and its head are each as large as a layer."""
+    """A stack of layers whose embedding and head are each as large as a layer."""
 
     def __init__(self, layers: int, width: int = 512) -> None:
         super().__init__()

@@ -240,7 +240,7 @@ def one_page(answer: Callable[[list[Row]], list[Row]]) -> dict[str, Any]:
                 raise Wrong(
                     yours=f"{len(rows)} events",
                     expected=f"{sum(len(trace['traceEvents']) for trace in traces)}",
-                    hint="Return all events of all ranks, with their args.",
+                    hint="Return all events of all ranks, including their args.",
                 )
         with for_input(given, "Events keep their keys: ph, pid, ts, and so on."):
             _check_page(rows, traces)
