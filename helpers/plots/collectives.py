@@ -34,7 +34,7 @@ def before_and_after(
 
     ``held`` maps a collective's name to a ``(before, after)`` pair of tensors per rank, whose values
     are encoded as described above; ``after`` is None on a rank that receives nothing. All collectives
-    start with the same tensors. ``undefined`` names the ranks whose result isn't defined; it's faded.
+    start with the same tensors. ``undefined`` names the ranks whose results are undefined; they're faded.
     """
     starts = [before for before, _ in next(iter(held.values()))]
     blocks = {name: [after for _, after in runs] for name, runs in held.items()}

@@ -202,7 +202,7 @@ def fitting(peaks: Mapping[str, int], capacity_bytes: int) -> None:
     axes.grid(axis="y", visible=False)
     title(axes, "Three ways to fit", "bytes counted; dashed: the GPU's capacity")
     summary = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in peaks.items())
-    show(fig, f"Bar chart of a step's peak, with the capacity of {limit:.0f} MiB: {summary}.")
+    show(fig, f"Bar chart of a step's peak; the capacity is {limit:.0f} MiB: {summary}.")
 
 
 def _step_areas(axes: Any, record: StepRecord) -> None:
@@ -262,7 +262,7 @@ def held_by_cause(
 ) -> None:
     """Plot the bytes on one GPU by cause: a stacked bar for each entry, and the capacity as a dashed line.
 
-    ``unit`` is GB, GiB or MiB. ``marks`` are one or two labels with their bytes, in ascending order;
+    ``unit`` is GB, GiB or MiB. ``marks`` maps one or two labels to their bytes, in ascending order;
     they point at places above the bars.
     """
     fig, axes = figure(width=8, height=1.1 + 0.45 * len(held) + (0.4 if marks else 0))
