@@ -29,7 +29,7 @@ def batches_of(server: Server, context: int) -> list[tuple[int, float, float]]:
 
 
 def server_table(server: Server, context: int) -> Table:
-    """Return a table of bytes, how many sequences fit in the cache, and prompt and token times."""
+    """Return a table of bytes, sequences that fit in the cache, and prompt and token times."""
     rows = [
         ("weights per GPU", format_bytes(server.weight_bytes)),
         ("cache per token, per GPU", format_bytes(server.cache_bytes_per_token)),
@@ -57,7 +57,8 @@ def show_server(model: str, gpus: int, numbers: str, context: int) -> None:
             "virtual time, decoding only; numbers: batch size",
         )
     else:
-        print(f"Llama {model} in {numbers} leaves no room for {context:,} tokens on {gpus} H100s.")
+        place = f"{gpus} H100{'s' if gpus > 1 else ''}"
+        print(f"Llama {model} in {numbers} leaves no room for {context:,} tokens on {place}.")
     display(server_table(server, context))
 
 
