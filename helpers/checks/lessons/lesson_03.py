@@ -199,7 +199,7 @@ _PARTS = {
     "optimizer": "AdamW's moments start at zero: run.optimizer.state_dict().",
     "scheduler": "The learning rate starts its schedule over: run.scheduler.state_dict().",
     "order": "The next epoch comes in a different order: run.loader.generator.get_state().",
-    "cpu_random": "Random numbers on the CPU continue differently: torch.get_rng_state().",
+    "cpu_random": "The CPU's random numbers differ after the stop: torch.get_rng_state().",
     "gpu_random": "Dropout drops different activations: gpu_api.get_rng_state(device).",
     "losses": "The record of the losses ends at the stop: run.losses.",
     "epochs_done": "The resumed run doesn't know how many epochs are left: run.epochs_done.",
@@ -305,7 +305,7 @@ def _saved_and_loaded(answer: Any) -> dict[str, Any]:
 @exercise("3.4", "Stop in the middle of an epoch")
 def check_remaining_batches(remaining_batches: Callable) -> dict[str, Any]:
     with torch.random.fork_rng(devices=[]):
-        # Enough items that a different shuffle never leaves the same ones for later in the epoch.
+        # Enough items that a different shuffle never leaves the same ones for the rest.
         total = random.randint(5, 7)
         # In the middle, before the first batch, and after the last.
         for done in (random.randint(2, total - 2), 0, total):

@@ -197,7 +197,7 @@ def attend(answer: Callable[[torch.Tensor, Iterator[Any]], torch.Tensor]) -> dic
                     raise Wrong(
                         yours=f"a tensor with {seen.numel} elements",
                         expected=f"at most {room}, as many as the largest block has scores",
-                        hint="The values are right, but blocks are joined. Process one at a time.",
+                        hint="The values are right, but you joined blocks. Process one at a time.",
                     )
                 if max(held, default=0) > 2:  # a loop also holds the previous block
                     raise Wrong(
