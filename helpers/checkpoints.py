@@ -33,10 +33,10 @@ class CheckpointRefused(Exception):
 
 
 class Checkpoints:
-    """Checkpoints of a model and its optimizer, in a folder shared by all hosts; None disables them.
+    """Checkpoints of a model and its optimizer in a folder; ``folder=None`` disables them.
 
-    Each rank writes its own part. A checkpoint is complete once ``.metadata``, its last file, is
-    written; the previous one is kept until then.
+    All hosts share the folder; each rank writes its own part. A checkpoint is complete once
+    ``.metadata``, its last file, is written; the previous one is kept until then.
     """
 
     def __init__(self, folder: Path | None, sizes: TransformerSizes, options: Namespace) -> None:
@@ -99,10 +99,10 @@ class Checkpoints:
         )
 
     def asked_to_stop(self) -> bool:
-        """Return whether any rank has received SIGTERM, say from Slurm; all ranks return the same.
+        """Return whether any rank has received SIGTERM, such as from Slurm; all ranks agree.
 
         The ranks agree through Gloo, on the host, so this doesn't wait for the GPUs. Without a
-        folder there's nothing to save, and SIGTERM ends the process as usual. Raises
+        folder there's nothing to save, and SIGTERM terminates the process as usual. Raises
         CheckpointRefused on all ranks if the last checkpoint couldn't be written.
         """
         failed = self.writing.done() and self.writing.exception() is not None
@@ -116,7 +116,7 @@ class Checkpoints:
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         """Load the last complete checkpoint, if any; return its step, or 0.
 
-        ``save`` saves the same model and optimizer.
+        From then on, ``save`` saves this model and this optimizer.
         """
         self.state = model, optimizer
         if not (path := self.last):
@@ -201,8 +201,8 @@ def load_whole(model: nn.Module, path: Path) -> None:
             return f"{path} contains a {type(found).__name__}, not a state dict"
         whole.update(found.get("model", found))
         for name in own | whole:
-            there = tuple(whole[name].shape) if name in whole else None
-            if there != (here := own.get(name)):
+            there = tuple(whole[name].shape) if name in whole else "missing"
+            if there != (here := own.get(name, "missing")):
                 return f"{path} is from a different model: {name} is {there} there, and {here} here"
         return ""
 

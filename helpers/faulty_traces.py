@@ -58,7 +58,7 @@ _DATA_PARALLEL: dict[str, dict[str, Any]] = {
 
 
 def data_parallel(letter: str, **changes: Any) -> vgpu.Timeline:
-    """Record the run of trace A, C, D or F; ``changes`` override its arguments to ``_trained``."""
+    """Record the run of trace A, C, D or F; ``changes`` override arguments of ``_trained``."""
     prepare = _trained(**{**_DATA_PARALLEL[letter], **changes})
     return _joined([_recorded(prepare)] * RANKS)
 

@@ -58,8 +58,8 @@ def join() -> str:
     if (gpus := torch.accelerator.device_count()) and not torch.backends.mps.is_available():
         if gpus < ranks_here:
             refuse(
-                f"{ranks_here} ranks on a host with {gpus} GPUs: start one rank per GPU, or hide the "
-                "GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
+                f"this host has more ranks ({ranks_here}) than GPUs ({gpus}): start one rank per GPU, "
+                "or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
             )
         accelerator = torch.accelerator.current_accelerator()
         assert accelerator is not None
@@ -82,7 +82,8 @@ def join() -> str:
         store.set(f"device of {RANK}", device)
         kinds = {store.get(f"device of {rank}").decode() for rank in range(RANKS)}
         if len(kinds) > 1:  # their collectives would never complete
-            refuse(f"the ranks must all have a GPU, or none; they have {', '.join(sorted(kinds))}")
+            found = ", ".join(sorted(kinds))
+            refuse(f"either all ranks must have a GPU or none may; their devices are {found}")
     dist.init_process_group(backend, store=store, rank=RANK, world_size=RANKS)
     return device
 

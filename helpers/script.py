@@ -87,7 +87,7 @@ def run_line(line: str, timeout_s: float = 600) -> str:
     [result] = shell.run_lines([f"OMP_NUM_THREADS=1 {typed}"], {}, timeout_s)
     print(f"$ {line}\n{result.output}")
     if result.status:
-        status = f"it ended with status {result.status}"
+        status = f"it exited with status {result.status}"
         if result.status == -signal.SIGKILL:
             status += ", killed: often because the machine is out of memory"
         raise RuntimeError(f"{status}:\n{result.errors[-3000:]}")

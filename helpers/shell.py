@@ -54,7 +54,7 @@ def run_lines(
                 started.append(_start(shell, line, folder, environment))
             return [_finish(*pair, end_s) for pair in zip(lines, started, strict=True)]
         except subprocess.TimeoutExpired as expired:
-            expired.timeout = timeout_s  # instead of what was left for this line
+            expired.timeout = timeout_s  # instead of the time that was left for this line
             raise
         finally:
             for process in started:
@@ -72,7 +72,7 @@ def _start(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # The shell gets its own process group, so that everything it starts can be ended with it.
+        # The shell gets its own process group, so that everything it starts can be killed with it.
         start_new_session=True,
     )
 

@@ -15,7 +15,7 @@ _STEP = 1.5  # distance between neighboring nodes in a row; rows are 1 apart
 def gradients(
     x: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor, slope: torch.Tensor
 ) -> None:
-    """Plot two gradients of one function at ``x`` (N,), and its slope by finite differences."""
+    """Plot two gradients of a function at ``x`` (N,), and its slope by finite differences."""
     fig, axes = figure(width=7.5, height=3.4)
     axes.plot(x, right, color=COLORS["blue"], label="written out of place")
     axes.plot(x, wrong, color=COLORS["vermilion"], linestyle="--", label="edited through .data")

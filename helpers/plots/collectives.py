@@ -34,7 +34,7 @@ def before_and_after(
 
     ``held`` maps a collective's name to a ``(before, after)`` pair of tensors per rank, whose values
     are encoded as described above; ``after`` is None on a rank that receives nothing. All collectives
-    start with the same tensors. ``undefined`` names the ranks whose result isn't defined; it's faded.
+    start with the same tensors. ``undefined`` names the ranks whose results are undefined; they're faded.
     """
     starts = [before for before, _ in next(iter(held.values()))]
     blocks = {name: [after for _, after in runs] for name, runs in held.items()}
@@ -309,9 +309,9 @@ def interrupted(
     title(axes, "Killed mid-epoch and resumed: the same curve", "measured after each epoch")
     show(
         fig,
-        f"Accuracy by epoch. The uninterrupted run ends at {percent[0][-1]:.1f}%. The other run is "
-        f"killed {lost:.1f} epochs after its checkpoint of epoch {stopped_after}, at "
-        f"{percent[1][stopped_after - 1]:.1f}%, is resumed, and ends at {percent[1][-1]:.1f}%.",
+        f"Accuracy by epoch. The uninterrupted run ends at {percent[0][-1]:.1f}%. The other run "
+        f"has {percent[1][stopped_after - 1]:.1f}% at its checkpoint of epoch {stopped_after}, is "
+        f"killed {lost:.1f} epochs later, is resumed, and ends at {percent[1][-1]:.1f}%.",
     )
 
 

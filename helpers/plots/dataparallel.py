@@ -302,7 +302,7 @@ def _arrow(
 def iteration(steps: Sequence[Snapshot], at_the_peak: Mapping[str, int]) -> None:
     """Plot MiB by cause: a panel per GPU, a stacked bar for the state after each step, peaks marked.
 
-    ``at_the_peak`` names the largest tensors at the first GPU's highest peak, with their bytes;
+    ``at_the_peak`` maps the largest tensors at the first GPU's highest peak to their bytes;
     they are drawn beside its panel, on the same scale, above the rest of that peak.
     """
     gpus = list(steps[-1].by_cause)

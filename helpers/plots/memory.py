@@ -95,7 +95,7 @@ def peaks_by_cause(records: Mapping[str, StepRecord]) -> None:
 
 
 def against_k(peaks: Mapping[int, int], times_s: Mapping[int, float], gpu: str) -> None:
-    """Plot a step's peak bytes, and its time relative to the shortest, by the number k of micro-batches."""
+    """Plot a step's peak bytes and relative time (shortest: 1) by k, the number of micro-batches."""
     fig, (left, right) = figure(1, 2, width=8, height=3)
     left.plot(list(peaks), [size / MIB for size in peaks.values()], "o-", color=COLORS["blue"])
     left.set(ylabel="peak of one step, MiB", ylim=(0, None))
@@ -202,7 +202,7 @@ def fitting(peaks: Mapping[str, int], capacity_bytes: int) -> None:
     axes.grid(axis="y", visible=False)
     title(axes, "Three ways to fit", "bytes counted; dashed: the GPU's capacity")
     summary = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in peaks.items())
-    show(fig, f"Bar chart of a step's peak, with the capacity of {limit:.0f} MiB: {summary}.")
+    show(fig, f"Bar chart of a step's peak; the capacity is {limit:.0f} MiB: {summary}.")
 
 
 def _step_areas(axes: Any, record: StepRecord) -> None:
@@ -262,7 +262,7 @@ def held_by_cause(
 ) -> None:
     """Plot the bytes on one GPU by cause: a stacked bar for each entry, and the capacity as a dashed line.
 
-    ``unit`` is GB, GiB or MiB. ``marks`` are one or two labels with their bytes, in ascending order;
+    ``unit`` is GB, GiB or MiB. ``marks`` maps one or two labels to their bytes, in ascending order;
     they point at places above the bars.
     """
     fig, axes = figure(width=8, height=1.1 + 0.45 * len(held) + (0.4 if marks else 0))
@@ -283,7 +283,7 @@ def held_by_cause(
     plate = {"boxstyle": "square,pad=0.1", "facecolor": "white", "linewidth": 0}
     look: Any = {"fontsize": 9, "bbox": plate}
     for place, total in enumerate(ends):
-        # A label that would lie across the dashed line is moved behind it.
+        # A label that would lie across the dashed line is moved to the right of it.
         across = capacity_bytes is not None and total < capacity < total + 0.2 * widest
         end = capacity if across else total, place
         text_near(axes, f"{total:.1f} {unit}", end, (4, 0), va="center", **look)

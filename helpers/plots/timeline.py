@@ -81,7 +81,7 @@ def timeline(
 
 
 def overlap(record: Timeline, message: str) -> None:
-    """Draw one rank's iteration of DDP, and what each collective is for, with its size."""
+    """Draw one rank's iteration of DDP; label each collective with its purpose and its size."""
     events = record.of(record.devices[0])
     lanes, left_out = visible(lanes_of(record, devices=record.devices[:1]), record.makespan_s)
     lanes = _without_copies_out(lanes)
@@ -355,7 +355,7 @@ def _without_legend(axes: Axes) -> dict[str, Any]:
 
 
 def _unit(end_s: float) -> tuple[float, str]:
-    """Return the unit for an axis that ends at ``end_s``: its number in a second, and its name."""
+    """Return the unit for an axis that ends at ``end_s``: how many make a second, and its name."""
     return (1.0, "s") if end_s >= 1 else (1e3, "ms") if end_s >= 1e-3 else (1e6, "µs")
 
 

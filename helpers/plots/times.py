@@ -1,4 +1,4 @@
-"""Figures for times and speeds: by split size, width, number of GPUs and interval, and their parts."""
+"""Figures for times, their parts, and speeds, by split size, width, number of GPUs and interval."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

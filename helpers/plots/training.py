@@ -183,7 +183,7 @@ def first_to_differ(apart: Mapping[str, Sequence[float]], device: object) -> Non
     axes.tick_params(length=0)
     axes.grid(visible=False)
     title(
-        axes, "What is lost shows sooner, later, or never", f"distance in nats, measured, {device}"
+        axes, "A lost part shows sooner, later, or never", f"distance in nats, measured, {device}"
     )
     each = "; ".join(
         f"without {part}, "
@@ -194,7 +194,7 @@ def first_to_differ(apart: Mapping[str, Sequence[float]], device: object) -> Non
 
 
 def learned(losses: torch.Tensor, vocabulary: int) -> None:
-    """Plot the loss over the steps, with the loss of a uniform guess among all characters."""
+    """Plot the loss over the steps, and the loss of a uniform guess among all characters."""
     fig, axes = figure(width=7, height=2.8)
     guess = math.log(vocabulary)
     axes.plot(range(1, len(losses) + 1), losses.tolist(), color=COLORS["blue"])

@@ -104,7 +104,7 @@ def show_step(steps: Sequence[Snapshot], number: int) -> None:
 
 
 def iteration_explorer(steps: Sequence[Snapshot]) -> ipywidgets.Widget:
-    """Return a slider for the step, with ``show_step``."""
+    """Return a slider for the step, together with ``show_step``'s output."""
     number = ipywidgets.IntSlider(1, min=1, max=len(steps), description="step")
     every = {"number": range(1, len(steps) + 1)}
     return explorer(lambda number: show_step(steps, number), {"number": number}, every)

@@ -69,7 +69,7 @@ def tokens_per_s(step: MeshStep, sequences: int) -> float:
 
 
 def answer_table(step: MeshStep, sequences: int) -> Table:
-    """Return a table of each dimension's group, link, bytes and time, captioned with the step's."""
+    """Return a table of each dimension's group, link, bytes and time; the caption sums up the step."""
     rows: list[tuple[object, ...]] = []
     for each in step.traffic:
         talks = ", ".join(map(str, each.ranks[:4])) + (", …" if len(each.ranks) > 4 else "")
@@ -118,7 +118,7 @@ def show_mesh(
 
 
 def mesh_explorer() -> ipywidgets.Widget:
-    """Return controls for sizes, order, batch and network, with ``show_mesh``."""
+    """Return controls for sizes, order, batch and network, together with ``show_mesh``'s output."""
     orders = [(", ".join(order), order) for order in permutations(DIMENSIONS)]
     wide = {"style": {"description_width": "initial"}}
     controls = {

@@ -178,7 +178,7 @@ def show_answer(kind: str, devices: int, micro_batches: int, gpu: str | None = N
 
 
 def pipeline_explorer() -> ipywidgets.Widget:
-    """Return controls for stages, micro-batches, schedule and GPU, with ``show_answer``."""
+    """Return controls for stages, micro-batches, schedule and GPU, and ``show_answer``'s output."""
     controls = {
         "kind": ipywidgets.Dropdown(options=list(KINDS), value="1F1B", description="schedule"),
         "gpu": ipywidgets.Dropdown(

@@ -1,4 +1,4 @@
-"""Explorer for lesson 06's ring all-reduce, step by step, for up to as many ranks as colors."""
+"""Explorer for lesson 06's ring all-reduce, step by step, with at most one rank per color."""
 
 from dataclasses import dataclass
 

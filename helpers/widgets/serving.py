@@ -29,7 +29,7 @@ def batches_of(server: Server, context: int) -> list[tuple[int, float, float]]:
 
 
 def server_table(server: Server, context: int) -> Table:
-    """Return a table of bytes, how many sequences fit in the cache, and prompt and token times."""
+    """Return a table of bytes, sequences that fit in the cache, and prompt and token times."""
     rows = [
         ("weights per GPU", format_bytes(server.weight_bytes)),
         ("cache per token, per GPU", format_bytes(server.cache_bytes_per_token)),
@@ -37,13 +37,13 @@ def server_table(server: Server, context: int) -> Table:
     ]
     if server.most_sequences(context):
         rows += [
-            ("first token for such a prompt", format_seconds(server.prefill_s(context))),
+            ("first token for a prompt that long", format_seconds(server.prefill_s(context))),
             ("one user's next token", format_seconds(server.decode_s(1, context))),
         ]
     return Table(
         (f"tp {server.tp}, {server.pp} stages" if server.pp > 1 else f"tp {server.tp}", ""),
         rows,
-        caption="counted, and in virtual time",
+        caption="bytes are counted; times are virtual",
     )
 
 
@@ -57,12 +57,13 @@ def show_server(model: str, gpus: int, numbers: str, context: int) -> None:
             "virtual time, decoding only; numbers: batch size",
         )
     else:
-        print(f"Llama {model} in {numbers} leaves no room for {context:,} tokens on {gpus} H100s.")
+        place = f"{gpus} H100{'s' if gpus > 1 else ''}"
+        print(f"Llama {model} in {numbers} leaves no room for {context:,} tokens on {place}.")
     display(server_table(server, context))
 
 
 def serving_explorer() -> ipywidgets.Widget:
-    """Return controls for ``show_server``'s arguments, with what it shows."""
+    """Return controls for ``show_server``'s arguments, together with its output."""
     return explorer(
         show_server,
         {

@@ -113,7 +113,7 @@ def show_answer(model: str, gpus: int, way: str, gpu: str) -> None:
 
 
 def sharding_explorer() -> ipywidgets.Widget:
-    """Return controls for the model, the GPUs and what's sharded, with ``show_answer``."""
+    """Return controls for the model, GPUs and what's sharded, and ``show_answer``'s output."""
     controls = {
         "model": ipywidgets.Dropdown(options=list(LLAMA), value="70B", description="Llama"),
         "gpu": ipywidgets.Dropdown(

@@ -253,7 +253,7 @@ def test_a_full_state_dict_is_loaded_into_shards(run, tmp_path):
         (b"no checkpoint", "cannot read .*bad.pt: "),
         (
             {"norm.weight": torch.ones(3)},
-            "bad.pt is from a different model: embedding.weight is None there",
+            "bad.pt is from a different model: embedding.weight is missing there",
         ),
         (torch.ones(3), "bad.pt contains a Tensor, not a state dict"),
     ],
@@ -299,7 +299,8 @@ def test_the_script_refuses_more_ranks_than_the_host_has_gpus(monkeypatch, capsy
     with pytest.raises(SystemExit):
         gpt.join()
     assert (
-        "train.py: 2 ranks on a host with 1 GPUs: start one rank per GPU" in capsys.readouterr().err
+        "train.py: this host has more ranks (2) than GPUs (1): start one rank per GPU"
+        in capsys.readouterr().err
     )
 
 
@@ -313,7 +314,7 @@ def without_a_gpu(rank, world_size):
 def test_the_script_refuses_a_mix_of_ranks_with_and_without_gpus(capfd):
     with pytest.raises(launch.LaunchError):
         launch.run(without_a_gpu, 2, gpu="V100")
-    message = "the ranks must all have a GPU, or none; they have cpu, vgpu"
+    message = "either all ranks must have a GPU or none may; their devices are cpu, vgpu"
     assert message in capfd.readouterr().err
 
 

@@ -37,14 +37,16 @@ def loss_today(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
             raise Wrong(yours=loss, expected="a 0-dim tensor", hint="Return the loss itself.")
         for yours, expected in zip((weight.detach(), images), before, strict=True):
             expect_equal(yours, expected, hint=_EDITED)
-        hint = "Return the same value as loss_2017, for negative pixel values as well. Only its "
-        expect_close(loss.detach(), right, hint=hint + "gradient was wrong.")
+        hint = "Return the same value as loss_2017, even for negative pixel values: only the "
+        expect_close(loss.detach(), right, hint=hint + "gradient of loss_2017 was wrong.")
         gradient = _gradient_of(loss, weight)
         hint = "The gradient of weight is wrong."
         if torch.allclose(gradient, hidden_gradient):
             hint = "This is still the gradient of loss_2017: one edit is hidden from autograd."
         elif torch.allclose(gradient, copied_gradient):
-            hint += " A replaced value passes no gradient on, but the edit is hidden from autograd."
+            hint += (
+                " Replaced values must pass no gradient on, but the edit is hidden from autograd."
+            )
         expect_close(gradient, right_gradient, hint=hint)
     before_off, off = ((g - right_gradient).abs().max() for g in (hidden_gradient, gradient))
     return {

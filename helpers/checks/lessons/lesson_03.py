@@ -1,4 +1,4 @@
-"""Checks for lesson 03: evaluating, one read-back per epoch, checkpoints, resuming in an epoch."""
+"""Checks for lesson 03: evaluation, one read-back per epoch, checkpoints, resuming mid-epoch."""
 
 import copy
 import inspect
@@ -199,8 +199,8 @@ _PARTS = {
     "optimizer": "AdamW's moments start at zero: run.optimizer.state_dict().",
     "scheduler": "The learning rate starts its schedule over: run.scheduler.state_dict().",
     "order": "The next epoch comes in a different order: run.loader.generator.get_state().",
-    "cpu_random": "Random numbers on the CPU continue differently: torch.get_rng_state().",
-    "gpu_random": "Dropout drops other activations: gpu_api.get_rng_state(device).",
+    "cpu_random": "The CPU's random numbers differ after the stop: torch.get_rng_state().",
+    "gpu_random": "Dropout drops different activations: gpu_api.get_rng_state(device).",
     "losses": "The record of the losses ends at the stop: run.losses.",
     "epochs_done": "The resumed run doesn't know how many epochs are left: run.epochs_done.",
 }
@@ -277,7 +277,7 @@ class _SmallRun:
 
 
 def _saved_and_loaded(answer: Any) -> dict[str, Any]:
-    """Save the answer and load it, as the lesson does; raise Wrong for what's missing or rejected."""
+    """Save and load the answer as the lesson does; raise Wrong if a part is missing or rejected."""
     if not isinstance(answer, dict):
         raise Wrong(yours=answer, expected="a dictionary", hint="Return one entry per part.")
     missing = [name for name in _PARTS if name not in answer]
@@ -305,7 +305,7 @@ def _saved_and_loaded(answer: Any) -> dict[str, Any]:
 @exercise("3.4", "Stop in the middle of an epoch")
 def check_remaining_batches(remaining_batches: Callable) -> dict[str, Any]:
     with torch.random.fork_rng(devices=[]):
-        # Enough items that another shuffle never leaves the same ones for the rest of the epoch.
+        # Enough items that a different shuffle never leaves the same ones for the rest.
         total = random.randint(5, 7)
         # In the middle, before the first batch, and after the last.
         for done in (random.randint(2, total - 2), 0, total):

@@ -216,7 +216,7 @@ def _judge_loss(
     if not isinstance(inside, nn.Module):
         raise Wrong(yours=inside, expected="a module", hint="Pass the class WithLoss to check.")
     yours: Any = inside(x, y)
-    expect_tensor(yours, hint="Return the loss as a tensor, with its graph: without .item().")
+    expect_tensor(yours, hint="Return the loss as a tensor with its graph: don't call .item().")
     if yours.shape != (1,):
         hint = "One value from each GPU: compute the loss in forward, summed over the chunk."
         if not yours.shape:
@@ -280,7 +280,7 @@ def counting_model(answer: Callable[[], nn.Module]) -> dict[str, Any]:
 def _judge_calls(model: nn.Module, batches: int, replicas: int, moved: bool) -> None:
     """Raise Wrong unless ``model.calls`` equals the number of batches and is saved.
 
-    ``moved`` means that it was right on other devices.
+    ``moved`` means that the count was right on other devices.
     """
     calls = getattr(model, "calls", None)
     one = isinstance(calls, torch.Tensor) and calls.numel() == 1

@@ -278,14 +278,14 @@ def ring_all_reduce(answer: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
                         hint="The sum is right. Send one chunk in each step, not the full tensor.",
                     )
         sent[ranks] = (
-            f"the last rank, with {length} elements, sent {sum(sizes)} in {len(sizes)} messages"
+            f"with {length} elements, the last rank sent {sum(sizes)} in {len(sizes)} messages"
         )
     return {f"{ranks} ranks": text for ranks, text in sorted(sent.items())}
 
 
 def _hint_for_ring(yours: Any, total: torch.Tensor, own: torch.Tensor, ranks: int) -> str:
     if not isinstance(yours, torch.Tensor) or yours.shape != total.shape:
-        return "Return the full tensor, with the sum in it, on every rank."
+        return "Return the full sum, as a tensor, on every rank."
     if torch.equal(yours, own):
         return (
             "This is still the rank's own tensor: a chunk from tensor_split is a view, so write "

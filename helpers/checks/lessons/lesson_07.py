@@ -235,8 +235,8 @@ def accumulate_and_send_once(
         def accumulate_twice(
             rank: int, world_size: int, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor
         ) -> tuple[list[torch.Tensor], list[int], int, int]:
-            """Return the gradients and bytes sent for each accumulation, the largest forward in
-            samples, and the most graphs of earlier forwards alive during one.
+            """Return each accumulation's gradient and bytes sent, the most samples in one forward,
+            and the most graphs of earlier forwards that were alive during a forward.
             """
             model = WatchedLinear(6, 1, bias=False)
             model.weight.data.copy_(weight)
@@ -286,8 +286,8 @@ def _judge(
     if sent_bytes == 0:
         alone = "Each rank keeps its own gradient. Let DDP reduce it in the last backward."
         by_hand = (
-            "The gradient is right, but you reduced it, not DDP. Let DDP do it in the last "
-            "backward: it reduces in buckets, while backward is still running."
+            "The gradient is right, but you reduced it yourself. Let DDP do it in the last "
+            "backward: DDP reduces in buckets, while backward is still running."
         )
         raise Wrong(
             yours="DDP reduced nothing",
@@ -306,6 +306,6 @@ def _judge(
         raise Wrong(
             yours=f"{sent_bytes} bytes reduced",
             expected=f"{once} bytes, one complete gradient",
-            hint="DDP reduced after more than one micro-batch. The forward decides whether it "
-            "does: it belongs inside no_sync(), too.",
+            hint="DDP reduced after more than one micro-batch. The forward decides whether DDP "
+            "reduces, so it belongs inside no_sync(), too.",
         )

@@ -65,7 +65,7 @@ def _fullest(layers: Sequence[nn.Module], batch: torch.Tensor) -> dict[int, int]
 
 
 def _even(sizes: Sequence[int]) -> int:
-    """Return the cut that makes the larger of the two sides' total sizes smallest."""
+    """Return the cut for which the larger side's total size is smallest."""
     return min(range(1, len(sizes)), key=lambda k: max(sum(sizes[:k]), sum(sizes[k:])))
 
 
@@ -88,7 +88,7 @@ def _parameters(widths: Sequence[int]) -> list[int]:
 
 
 def _told_apart(peaks: dict[int, int], cuts: Sequence[int], failing: int) -> bool:
-    """Return whether rule ``failing`` clearly fails, with a cut that no other rule chooses."""
+    """Return whether ``failing`` fails, all failures are clear, and no two choose the same cut."""
     lowest = min(peaks.values())
     wrong = [cut for cut in cuts if peaks[cut] > 1.05 * lowest]
     clear = all(peaks[cut] > 1.1 * lowest for cut in wrong)
@@ -223,7 +223,8 @@ def two_losses(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
 
 
 _TWO_DEVICES = (
-    "Each loss needs the labels on its own output's device; add the losses on the main output's."
+    "Each loss needs the labels on its own output's device; add the losses on the main output's "
+    "device."
 )
 
 

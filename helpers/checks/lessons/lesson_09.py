@@ -147,7 +147,7 @@ def _judge_overlap(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
 
 
 class Machine(NamedTuple):
-    """Two GPUs with a link, the width of a network of four linear layers, and a batch size."""
+    """Two linked GPUs, the width of a network of four linear layers, and a batch size."""
 
     gpu: str
     link: str
@@ -229,13 +229,13 @@ def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> dic
                     yours=f"pieces of {yours}: {format_seconds(times_s[yours])}",
                     expected=f"at most {format_seconds(1.05 * times_s[best])}; "
                     f"pieces of {best} take {format_seconds(times_s[best])}",
-                    hint="It depends on the GPU, the link and the network: call time_of, also for "
-                    "very small pieces and for the whole batch.",
+                    hint="The best size depends on the GPU, the link and the network: call time_of "
+                    "for several sizes, including very small pieces and the whole batch.",
                 )
         shown[given] = (
-            f"pieces of {yours}, {format_seconds(times_s[yours])}, {len(set(asked_then))} recordings; "
-            f"best {best}, {format_seconds(times_s[best])}; the whole batch "
-            f"{format_seconds(times_s[batch_size])}"
+            f"pieces of {yours}: {format_seconds(times_s[yours])}, after {len(set(asked_then))} "
+            f"recordings; pieces of {best}: {format_seconds(times_s[best])}, the best; "
+            f"the whole batch: {format_seconds(times_s[batch_size])}"
         )
     return shown
 
@@ -300,8 +300,8 @@ def repaired(
                 for batch in pinned:
                     batch.to(there.device, non_blocking=True) @ there
             shown[given] = (
-                f"no race, {format_seconds(timeline.makespan_s)}; budget "
-                f"{format_seconds(1.1 * ours.makespan_s)}, on one stream "
+                f"no race, {format_seconds(timeline.makespan_s)}; budget: "
+                f"{format_seconds(1.1 * ours.makespan_s)}; on one stream: "
                 f"{format_seconds(in_turn.makespan_s)}"
             )
     return shown
@@ -321,7 +321,7 @@ def _judge_products(products: Any, expected: list[torch.Tensor], timeline: Timel
         elif race.other_operation not in ("mm", "copy", "copy_"):
             hint = (
                 "Something on the default stream may still be reading the buffers' memory: "
-                "the first copy into it waits for that, as in `racing`."
+                "make the first copy into it wait for that, as in `racing`."
             )
         elif race.operation in ("copy", "copy_"):
             hint = "A copy writes to a buffer that a matmul may still be reading."

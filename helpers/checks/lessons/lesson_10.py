@@ -37,7 +37,7 @@ def one_forward_order(answer: Callable[[int, int], Sequence[str]]) -> dict[str, 
 
 
 def _judge_order(schedule: Schedule, micro_batches: int) -> str:
-    """Describe its time and memory; raise Wrong if it deadlocks, or needs too much of either."""
+    """Describe a schedule's time and memory; raise Wrong if it deadlocks or needs too much."""
     drawn = str(schedule)
     try:
         simulated = simulate(schedule)
@@ -60,7 +60,7 @@ def _judge_order(schedule: Schedule, micro_batches: int) -> str:
         raise Wrong(
             yours=f"{simulated.makespan:g} units of time\n{drawn}",
             expected=f"at most {longest}, as GPipe takes",
-            hint="It fits, but devices wait: the first stages can run more forwards at the start.",
+            hint="It fits in memory, but devices wait: the first stages can run more forwards early on.",
         )
     return (
         f"{simulated.makespan:g} units, {simulated.bubble:.0%} bubble, in flight {peaks}"
@@ -69,7 +69,7 @@ def _judge_order(schedule: Schedule, micro_batches: int) -> str:
 
 
 def _rows_as_schedule(rows: Any, micro_batches: int) -> Schedule:
-    """Return the rows as a schedule, with exactly that many micro-batches and one stage each."""
+    """Return the rows as a schedule with ``micro_batches`` micro-batches and one stage per row."""
     try:
         schedule = from_text(rows)
     except (TypeError, ValueError) as error:
@@ -109,14 +109,14 @@ def layers_per_stage(answer: Callable[[list[float], int], Sequence[int]]) -> dic
                     yours=f"stages of {stages} units, a step of {taken:g}",
                     expected=f"a step of at most {1.05 * best:g} units",
                     hint=f"All stages run at the pace of the longest, which takes {max(stages):g} "
-                    "units here. With other cuts, it takes less.",
+                    "units here. Other cuts make it shorter.",
                 )
         even = len(layer_times) // devices
         equal = [*[even] * (devices - 1), len(layer_times) - even * (devices - 1)]
         shown = {
             "your step": f"{taken:g} units",
             "budget": f"{1.05 * best:g} units",
-            "the same number of layers each": f"{_step(layer_times, equal):g} units",
+            "the same number of layers in each stage": f"{_step(layer_times, equal):g} units",
         }
     return shown
 

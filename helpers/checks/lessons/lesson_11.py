@@ -141,7 +141,7 @@ def accumulate_over_ranks(answer: Callable[..., None]) -> dict[str, str]:
             others = [f"{name} of {size}" for name, size in calls if size < weight.numel()]
             shown[f"rank {rank}, {len(sizes[rank])} micro-batches"] = (
                 f"gradient all-reduces: {sent}; other collectives: {', '.join(others) or 'none'}; "
-                f"largest forward {largest} of {sum(sizes[rank])} samples"
+                f"largest forward: {largest} of {sum(sizes[rank])} samples"
             )
     return shown
 
@@ -184,7 +184,7 @@ def _judge_rank(
         raise Wrong(
             yours=f"DDP reduced gradients {sent} times, your own code {max(by_hand, 0)} times",
             expected="DDP reduces them once",
-            hint="Run the last backward outside no_sync, and its forward, too.",
+            hint="Run the last micro-batch, forward and backward, outside no_sync.",
         )
     if not torch.allclose(gradient, expected, rtol=1e-4, atol=1e-6):
         hint = _scale_hint(gradient, expected, batches)
@@ -225,7 +225,7 @@ _UNIT_BYTES = _BATCH * _WIDTH * _FLOAT_BYTES
 
 
 def _peak_units(layers: Sequence[int], chosen: Sequence[int]) -> int:
-    """Return the most layer outputs at once, including backward's two, as in the exercise."""
+    """Return the most layer outputs held at once, including backward's two, as in the exercise."""
     held = most = 0
     for stage, count in enumerate(layers):
         most = max(most, held + count)

@@ -217,7 +217,7 @@ class _Layer(nn.Module):
 
 
 class _Stack(nn.Module):
-    """Its embedding and its head are each as large as a layer."""
+    """A stack of layers whose embedding and head are each as large as a layer."""
 
     def __init__(self, layers: int, width: int = 512) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ def _peak_hint(model: nn.Module, units: int, in_preparation: bool) -> str:
             "Parameters without their own unit are in the model's unit, which stays gathered from "
             "forward to the end of backward: here, that's the embedding or the head."
         )
-    return "Too much is gathered at once. Are units small, and freed after forward?"
+    return "Too much is gathered at once. Are the units small, and are they freed after forward?"
 
 
 @exercise("12.3", "Which batch size hides the gather")
@@ -428,8 +428,8 @@ def fewest_units(answer: Callable[[list[int], int], Any]) -> dict[str, str]:
             for places in combinations(range(1, count), cuts)
         ]
         least, most = _gathered_at_once(layers, every[-1]), sum(layers)
-        # Number 1 is too little for any choice, 2 enough for a single unit, and 3 just enough for
-        # one unit per layer; the others are in between.
+        # In case 1, the budget is too small for any choice; in case 2, it's enough for a single
+        # unit; in case 3, it's just enough for one unit per layer; the others are in between.
         budget = {1: least - mib, 2: most, 3: least}.get(
             number, random.randint(least // mib, most // mib) * mib
         )

@@ -285,7 +285,7 @@ def _beside_whole(
     inputs: Sequence[torch.Tensor],
     plan: dict[str, Any],
 ) -> tuple[float, float, list[tuple[str, int]], dict[str, float]]:
-    """Return errors of output and gradients, collectives, and this rank's share of each matrix.
+    """Return the output's and gradients' errors, collectives, and this rank's share of each matrix.
 
     The gradients are those of the parameters, and of the inputs that require one.
     """
@@ -383,7 +383,7 @@ def _hint_for_loss(yours: Any, expected: float, tokens: int) -> str:
     if torch.isclose(yours, torch.tensor(expected * tokens), rtol=1e-3):
         return "This is the sum over the tokens; return the mean."
     return (
-        "All-reduce the sum of exp, and the target's logit, which one rank has, while all others "
+        "All-reduce the sum of exp, and the target's logit: one rank has it, and all others "
         "contribute 0. Subtract the same largest logit from both."
     )
 
@@ -426,8 +426,8 @@ def how_far_to_split(answer: Callable[..., Any]) -> dict[str, Any]:
                     hint=_hint_for_time(yours, degree, figures, wanted),
                 )
         shown[f"width {width}, {tokens} tokens"] = "; ".join(
-            f"{degree}: {format_seconds(yours[degree])}, virtual {format_seconds(of.makespan_s)}, "
-            f"{yours[1] / (degree * yours[degree]):.0%} of each GPU"
+            f"{degree}: {format_seconds(yours[degree])} ({format_seconds(of.makespan_s)} in virtual "
+            f"time), {yours[1] / (degree * yours[degree]):.0%} of each GPU"
             for degree, of in of_degrees.items()
         )
     return shown
@@ -446,7 +446,7 @@ def _hint_for_time(
     if yours[degree] < wanted:
         return (
             "Too short. The work that each GPU does in full doesn't shrink, and there are four "
-            "all-reduces, each with 2(n - 1) steps and their latency."
+            "all-reduces: each of their 2(n - 1) steps adds its latency."
         )
     return (
         "Too long. split_s is divided among the GPUs, and a ring sends 2(n - 1)/n of a tensor, at "
@@ -456,7 +456,7 @@ def _hint_for_time(
 
 
 def _layer_on(width: int, tokens: int, degree: int) -> vgpu.Timeline:
-    """Return forward and backward of one bfloat16 block on ``degree`` H100s in one host."""
+    """Record forward and backward of one bfloat16 block on ``degree`` H100s in one host."""
     sizes = TransformerSizes(1, width, width // 128, width // 128, 4 * width, 1)
     with vgpu.cluster(1, degree, "H100"), vgpu.shapes_only():
         mesh = init_device_mesh("vgpu", (degree,))
@@ -472,7 +472,7 @@ def _layer_on(width: int, tokens: int, degree: int) -> vgpu.Timeline:
 
 
 def _plan() -> dict[str, Any]:
-    """Return the lesson's plan: by columns, then by rows, with shared inputs: four all-reduces."""
+    """Return the lesson's plan: by columns, then by rows; shared inputs, so four all-reduces."""
     whole = Replicate()
     first = ["attention.query", "attention.key", "attention.value"]
     first += ["feed_forward.gate", "feed_forward.up"]

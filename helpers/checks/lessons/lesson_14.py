@@ -90,8 +90,8 @@ def mesh_for(answer: Callable[[int, int, int], Any]) -> dict[str, Any]:
                 raise Wrong(
                     yours=f"sizes {sizes}, names {names}",
                     expected=f"three sizes, and the names {', '.join(_DIMENSIONS)}, each once",
-                    hint="It takes three dimensions: the copies of the model, each copy's shards, and "
-                    "the parts of each matmul.",
+                    hint="The mesh needs three dimensions: the copies of the model, each copy's shards, "
+                    "and the parts of each matmul.",
                 )
             if math.prod(sizes) != hosts * gpus_per_host:
                 raise Wrong(
@@ -115,7 +115,7 @@ def mesh_for(answer: Callable[[int, int, int], Any]) -> dict[str, Any]:
     )
     return {
         "rank 0's groups": ", ".join(f"{name} {groups[name][0]}" for name in _DIMENSIONS)
-        + f" with {given}",
+        + f" for {given}",
         "an all-reduce of 1 GiB in a tensor group": '{}; with "tensor" first, {} (H100s, '
         "InfiniBand NDR)".format(*times),
     }
@@ -141,8 +141,8 @@ def _expect_places(
             hint="The first size is for the first name, and so on.",
         )
     hints = {
-        "tensor": "Its all-reduces would cross the network. A step in the last dimension leads to "
-        "the next rank, in the same host.",
+        "tensor": "The group's all-reduces would cross the network. A step in the last dimension "
+        "leads to the next rank, in the same host.",
         "shard": "A step in the first dimension leads to another host. Only replicas may cross "
         "hosts.",
     }
@@ -197,7 +197,7 @@ def attend(answer: Callable[[torch.Tensor, Iterator[Any]], torch.Tensor]) -> dic
                     raise Wrong(
                         yours=f"a tensor with {seen.numel} elements",
                         expected=f"at most {room}, as many as the largest block has scores",
-                        hint="The values are right, but blocks are joined. Process one at a time.",
+                        hint="The values are right, but you joined blocks. Process one at a time.",
                     )
                 if max(held, default=0) > 2:  # a loop also holds the previous block
                     raise Wrong(
@@ -293,7 +293,7 @@ def balanced(answer: Callable[[int, int], Sequence[int]]) -> dict[str, Any]:
                 )
         in_order = 4 * ranks - 2
         shown[f"{ranks} ranks"] = (
-            f"{max(work):g} pairs of chunks on each; in order, up to {in_order:g}, "
+            f"{max(work):g} pairs of chunks on each; with chunks in order, up to {in_order:g}, "
             f"{in_order / max(work):.2f} times as many"
         )
     return shown
@@ -304,7 +304,7 @@ def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) ->
     operations = {}
     device = devices.lab(1)[0]
     for tokens in (10, 1000, random.randint(100, 300)):
-        # 10 and 1000 tokens have the same number of experts: a loop over experts is within budget.
+        # 10 and 1000 tokens go to equally many experts: a loop over experts is within budget.
         experts = 4 if tokens in (10, 1000) else 8
         chosen = (torch.rand(tokens) ** 2 * experts).long()  # low indices are more frequent
         capacity = math.ceil(1.25 * tokens / experts)
@@ -342,8 +342,8 @@ def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) ->
             "the GPU: count on the GPU.",
         )
     return {
-        "kept": f"{int(expected.sum())} of {tokens} tokens; the fullest expert was sent {fullest}, "
-        f"its capacity is {capacity}",
+        "kept": f"{int(expected.sum())} of {tokens} tokens; the fullest expert was sent {fullest} "
+        f"and has a capacity of {capacity}",
         "your operations": f"{operations[1000]} for 1000 tokens, {operations[10]} for 10",
     }
 

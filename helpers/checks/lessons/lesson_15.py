@@ -119,7 +119,7 @@ def layout(answer: Plan) -> dict[str, Any]:
     saved = 1 - _step_of(_as_on_256()).tokens_per_s() / step.tokens_per_s()
     return {
         "tokens/s per GPU": f"{step.tokens_per_s():.0f}; required: {target:.0f}",
-        "over four weeks": f"saves {saved * GPU_HOURS:,.0f} of {GPU_HOURS:,} GPU-hours "
+        "over four weeks": f"saves {saved * GPU_HOURS:,.0f} of the {GPU_HOURS:,} GPU-hours "
         f"that {_as_on_256().layout} takes",
         "allocated": f"{format_bytes(_allocated(step))} of "
         f"{format_bytes(ROOM * answer.spec.memory_bytes)}",
@@ -222,7 +222,7 @@ class _Task(NamedTuple):
         )
 
     def plan(self, tp: int = 1, batch: int = 1) -> Plan:
-        """Return a plan with ``tp``, otherwise sharded over all GPUs, with full recomputation."""
+        """Return a plan with ``tp`` and full recomputation, otherwise sharded over all GPUs."""
         return Plan(
             self.sizes,
             Layout(dp_shard=self.gpus // tp, tp=tp),

@@ -99,7 +99,7 @@ def _short(rows: Sequence[Row]) -> str:
     return ", ".join(texts)
 
 
-# Of each fault: what its number is, and what the owner of the trace replies.
+# For each fault: what its number is, and what the owner of the trace replies.
 _FAULTS = {
     "item": ("waits per step", "So it was my NaN check after each layer!"),
     "gather": ("ms per step", "So it's the network. Or I could use more tokens per gather."),
@@ -240,7 +240,7 @@ def one_page(answer: Callable[[list[Row]], list[Row]]) -> dict[str, Any]:
                 raise Wrong(
                     yours=f"{len(rows)} events",
                     expected=f"{sum(len(trace['traceEvents']) for trace in traces)}",
-                    hint="Return all events of all ranks, with their args.",
+                    hint="Return all events of all ranks, including their args.",
                 )
         with for_input(given, "Events keep their keys: ph, pid, ts, and so on."):
             _check_page(rows, traces)
@@ -313,8 +313,8 @@ def _check_names(rows: list[Row], pids: set[Any], rank: int) -> None:
         raise Wrong(
             yours=f"processes of rank {rank} are named {names}",
             expected=f"names that begin with 'rank {rank}: '",
-            hint="Events named process_name have it in args, with the same pid as the other events; a "
-            "string pid is a name itself.",
+            hint="An event named process_name has the name in args, and the same pid as the other "
+            "events; a string pid is itself a name.",
         )
 
 
@@ -343,8 +343,8 @@ def _clock_hint(yours: float, own: float, later_ns: float) -> str:
     values = {
         "Nanoseconds are not microseconds: divide by 1000.": own + later_ns,
         "That's the rank's own clock: baseTimeNanoseconds says when it started.": own,
-        "Later clocks have larger times on the common one: add the difference.": own
-        - later_ns / 1e3,
+        "If a rank's clock started later, its times on the common clock are larger: add the "
+        "difference.": own - later_ns / 1e3,
     }
     otherwise = "ts + (its baseTimeNanoseconds - the smallest) / 1000."
     return hint_by_value(yours, values, otherwise, within=1e-9)
@@ -372,7 +372,7 @@ _PLACES = ("load", "forward", "backward", "step")
 
 
 def _history(count: int) -> list[Row]:
-    """Allocations at a few addresses that are reused again and again; ends below its peak."""
+    """A history that reuses a few addresses again and again, and ends below its peak."""
     trace: list[Row] = [_entry("free_requested", 9, 512), _entry("free_completed", 9, 512)]
     trace.append(_entry("segment_alloc", 0, 20 * 2**20))
     live: dict[int, int] = {}

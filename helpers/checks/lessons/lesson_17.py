@@ -1,4 +1,4 @@
-"""Checks of lesson 17: stochastic rounding, how many ranks to a percent, the layer that breaks, a recipe."""
+"""Checks for lesson 17: stochastic rounding, ranks to a percent, the layer that breaks, a recipe."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -68,7 +68,7 @@ def _judge_rounding(yours: torch.Tensor, low: float, high: float, share: float) 
         elif found in (0.0, 1.0):
             hint = "All values are rounded the same way. Each value needs its own random number."
         elif abs(found - 0.5) < 0.015:
-            hint = "Up and down are equally frequent. The nearer neighbor must come more often."
+            hint = "Up and down are equally frequent. The nearer neighbor must be more frequent."
         else:
             hint = "The random number must go from 0 to 65,535, like the bits that are dropped."
         raise Wrong(yours=f"{found:.1%} rounded to {high:g}", expected=f"{share:.1%}", hint=hint)
@@ -86,7 +86,7 @@ def ranks_until(answer: Callable[[torch.Tensor, float], Any]) -> dict[str, str]:
             parts[0] = 0  # the sum of one part is exact
             parts[1:, 0] *= 1000
         expected, errors = _until(parts, most)
-        given = f"{ranks} ranks with {size} values each, more than {most:.1%}"
+        given = f"{ranks} ranks with {size} values each, an error of more than {most:.1%}"
         with for_input(given, "Return a number of ranks, or None."):
             yours = answer(parts.clone(), most)
             if yours != expected or isinstance(yours, bool):
@@ -127,7 +127,7 @@ def _ranks_hint(yours: Any, expected: int | None, parts: torch.Tensor, most: flo
     if isinstance(yours, int) and isinstance(expected, int) and yours == expected - 1:
         return "One too few: list indices start at 0, and the first part is one rank's."
     if yours is None:
-        return "It does become that large if each partial sum is in bfloat16."
+        return "The error does become that large if each partial sum is in bfloat16."
     if yours == _until(parts.bfloat16().float(), most, torch.float32)[0]:
         return "Only the parts are rounded. Each partial sum must be in bfloat16, too."
     if yours == _until(parts, most, adds=lambda rough, part: (rough + part).bfloat16())[0]:
@@ -137,7 +137,7 @@ def _ranks_hint(yours: Any, expected: int | None, parts: torch.Tensor, most: flo
             "For the float64 sum, add the float32 parts, as they are before the cast to bfloat16."
         )
     if expected is None:
-        return "It's never more than that. Return None after the last rank."
+        return "The error never exceeds that. Return None after the last rank."
     return "Compare after each rank: the bfloat16 sum and the float64 sum of the float32 parts."
 
 
@@ -173,7 +173,7 @@ def worst_layer(answer: Callable[[dict[str, torch.Tensor]], Any]) -> dict[str, s
 
 
 def _some_layers(breaks: int) -> dict[str, torch.Tensor]:
-    """A large layer and an outlier, neither a problem, one with zeros, and the one that breaks."""
+    """Return five layers, by name in random order; a scale breaks number ``breaks``."""
     made = [torch.randn(64, 96) for _ in range(5)]
     made[0] *= 1e6  # all large: the scale takes care of it
     made[1][3, 5] = 500.0  # an outlier that float8 can handle
@@ -210,8 +210,8 @@ def _layer_hint(name: str, activations: Mapping[str, torch.Tensor]) -> str:
 
 
 _RECIPES = ("bfloat16", "tensor", "row", "block of 32")
-# Outliers, limit, milliseconds of some recipes, and the answer. Each limit is far from the error of
-# every recipe's matmul, and between that and the errors of one factor, or of the largest value.
+# Outliers, limit, milliseconds of some recipes, and the answer. Each limit is far from every
+# recipe's matmul error, and lies between it and the error of one factor, or of the largest value.
 _LAYERS = (
     ("none", 0.05, {"tensor": 4, "row": 5, "block of 32": 6, "bfloat16": 3}, "bfloat16"),
     ("none", 0.03, {"tensor": 2, "row": 3, "block of 32": 4, "bfloat16": 5}, "bfloat16"),
@@ -295,7 +295,7 @@ def _recipe_hint(yours: Any, expected: str | None, times_s: Mapping[str, float])
         return "Return one of the names in times_s, or None."
     if expected is None or times_s[yours] < times_s[expected]:
         return (
-            "It's off by more than that. Round both factors, multiply, and compare the matmul's "
-            "result, by its norm."
+            "This recipe's error exceeds the limit. Round both factors, multiply, and compare "
+            "the matmul's result, by its norm."
         )
     return "This one is good enough, but so is a faster one."

@@ -56,12 +56,12 @@ WRONG = {
             _LOSS.format(edit="hidden = hidden.masked_fill(hidden.abs() < 0.1, 0).detach()"),
             "cuts the graph",
         ),
-        (_LOSS.format(edit="pass"), "Only its gradient was wrong"),
+        (_LOSS.format(edit="pass"), "only the gradient of loss_2017 was wrong"),
         (
             _LOSS.format(edit="hidden = hidden * (hidden.abs() >= 0.1)").replace(
                 ".abs().max()", ".max()"
             ),
-            "for negative pixel values as well",
+            "even for negative pixel values",
         ),
         (
             _LOSS.format(

@@ -148,7 +148,7 @@ WRONG = {
         ),
     ],
     "3.3": [
-        (checkpoint(gpu_random=""), "Dropout drops other activations"),
+        (checkpoint(gpu_random=""), "Dropout drops different activations"),
         (checkpoint(order="torch.get_rng_state()"), "comes in a different order"),
         (checkpoint(order="run.loader.generator"), "not the object itself"),
         (checkpoint(optimizer="run.optimizer"), "not the object itself"),

@@ -127,7 +127,7 @@ WRONG = {
         ),
         (
             _with_loss(loss="F.cross_entropy(self.module(batch), labels, reduction='sum').item()"),
-            "without .item()",
+            "don't call .item()",
         ),
         (
             _with_loss(

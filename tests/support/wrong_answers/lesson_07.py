@@ -224,7 +224,7 @@ WRONG = {
             "    for parameter in parallel.parameters():\n"
             "        dist.all_reduce(parameter.grad)\n"
             "        parameter.grad /= dist.get_world_size()",
-            "you reduced it, not DDP",
+            "you reduced it yourself",
         ),
         ("def accumulate(parallel, micro_batches):\n    pass", "left no gradient"),
     ],

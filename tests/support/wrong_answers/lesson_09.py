@@ -85,9 +85,9 @@ WRONG = {
         ),
     ],
     "9.2": [
-        (_BEST.format("12"), "It depends on the GPU"),
-        (_BEST.format("batch_size"), "also for very"),
-        (_BEST.format("1"), "and for the whole batch"),
+        (_BEST.format("12"), "The best size depends on the GPU"),
+        (_BEST.format("batch_size"), "including very small"),
+        (_BEST.format("1"), "and the whole batch"),
         (_BEST.format("min(range(1, batch_size + 1), key=time_of)"), "differ by a factor of 2"),
         (_BEST.format("min(time_of(s) for s in (2, 4, 8, 16, 32))"), "not its time"),
         (_BEST.format("min((batch_size / 4, batch_size / 8), key=time_of)"), "an integer from"),

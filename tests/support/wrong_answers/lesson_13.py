@@ -216,7 +216,7 @@ mended = {
         (
             # One index too many at the front.
             _loss().replace("own >= 0", "own >= -1"),
-            "which one rank has, while all others",
+            "one rank has it, and all others",
         ),
         (_loss(result="(total.log() - Leave.apply(picked)).sum()"), "return the mean"),
         (
@@ -259,7 +259,7 @@ def split_loss(logits, targets):
             _far(time="max(host_s, split_s / n + whole_s + 4 * sent_s * (n > 1))").replace(
                 "+ 2 * (n - 1) * 5e-6", "+ (n - 1) * 5e-6"
             ),
-            "2(n - 1) steps and their latency",
+            "2(n - 1) steps adds its latency",
         ),
         (_far(time="host_s", result="list(times_s.values())"), "Return a dict"),
     ],

@@ -91,7 +91,7 @@ WRONG = {
         ),
         (
             _mesh("(hosts * gpus_per_host // tensor, tensor)", '("shard", "tensor")'),
-            "It takes three dimensions",
+            "The mesh needs three dimensions",
         ),
         ("def mesh_for(hosts, gpus_per_host, tensor):\n    return 3", "Return two tuples"),
     ],

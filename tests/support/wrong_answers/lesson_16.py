@@ -130,7 +130,7 @@ WRONG = {
         (_page(later="0"), "baseTimeNanoseconds says when it started"),
         (_page(later='(first - trace["baseTimeNanoseconds"]) / 1e3'), "add the difference"),
         (_page(copy="row"), "Copy each event before you change it"),
-        (_page(pid='row["pid"]'), "a string pid is a name itself"),
+        (_page(pid='row["pid"]'), "a string pid is itself a name"),
         (
             _page(pid='f"rank {rank}: {row[\'pid\']}" if row["pid"] == "Spans" else row["pid"]'),
             "number the pairs of rank and pid",
@@ -138,11 +138,11 @@ WRONG = {
         (_page(pid="rank"), "a separate number for each pair of rank and pid"),
         (_page(id='row["id"]'), "Each rank counts its ids from 1"),
         (_page(id="f\"{rank}:{row['id']}\""), "Perfetto drops arrows"),
-        (_page(name='row["args"]["name"]'), "Events named process_name"),
+        (_page(name='row["args"]["name"]'), "An event named process_name"),
         # Numbers for all: right for each pid, but "Spans" has lost its name; or no number at all.
         (
             _page(pid='pids.setdefault((rank, row["pid"]), len(pids))'),
-            "a string pid is a name itself",
+            "a string pid is itself a name",
         ),
         (_page(pid='row["pid"] * len(traces) + rank'), "A pid may be a string"),
         ("def one_page(traces):\n    return []", "all events of all ranks"),

@@ -102,8 +102,8 @@ WRONG = {
         (_ranks(sum="(rough + part).bfloat16()"), "part"),
         (_ranks(sum="rough.add_(part)"), "part"),
         (_ranks(part="part.bfloat16()"), "before the cast"),
-        (_ranks(end="len(parts)"), "It's never"),
-        ("def ranks_until(parts, most):\n    return None", "It does become that large"),
+        (_ranks(end="len(parts)"), "The error never"),
+        ("def ranks_until(parts, most):\n    return None", "The error does become that large"),
         (
             "def ranks_until(parts, most):\n    return 3 if most < 0.1 else None",
             "Compare after each",
@@ -132,8 +132,8 @@ WRONG = {
     ],
     "17.4": [
         (_choose(order="times_s"), "a faster one"),
-        (_choose(good="True"), "off by more than that"),
-        (_choose(end="recipe"), "off by more than that"),
+        (_choose(good="True"), "error exceeds the limit"),
+        (_choose(end="recipe"), "error exceeds the limit"),
         (_choose(good="False"), "There is a recipe"),
         # Errors of the factors, of one rounded factor's matmul, and of the largest value.
         (_choose(good="off(a, x) <= most"), "Round both factors"),
