@@ -21,6 +21,8 @@ each forward and backward.
 from collections import defaultdict
 from typing import NamedTuple
 
+import torch
+
 from benchmarks._order import mean
 from benchmarks.published import FITTED, GPU, SPREAD, fitted_share
 from vgpu.plan import Layout, Plan, estimate, extrapolate, predict
@@ -46,10 +48,11 @@ _WHY = (
     "step to its end, and each stage's outputs until their backward passes, both twice if a rank "
     "has two chunks (`_prepare_forward_infra` in torch/distributed/pipelining/stage.py, torch 2.6). "
     "Today's PyTorch keeps neither, nor does this prediction.\n\n"
-    "Context parallelism is unexplained. Without it, sequences of 32,768 tokens are predicted as well "
-    "as their power limit of 500 W allows. With it, the published speed falls behind the prediction "
-    "in every row, but not by a rule: 405B loses about as much on 4 ranks as on 2, whereas 8B loses "
-    "a little on 2 and half of its speed on 4 and 8. No model in which attention's work grows with the length matches "
+    "Context parallelism is unexplained. Without it, sequences of 32,768 tokens are predicted 10% to 18% "
+    "too fast: their GPUs were limited to 500 W, and the speed of FlashAttention-2 was measured on others. With it, "
+    "the published speed falls behind further, but not by a rule: relative to the row without, 405B loses about as "
+    "much on 4 ranks as on 2, and 8B nothing on 2, but a quarter on 4. No model in which attention's work grows "
+    "with the length matches "
     "all of them. The prediction follows torchtitan's default at 9dec370 (keys and values are "
     "gathered, and each rank has a chunk from the start and one from the end); whether the "
     "published runs did the same isn't stated. Without such balancing, the last of 4 or 8 ranks "
@@ -152,7 +155,7 @@ def main() -> str:
         "the method. Nothing is fitted to these rows: arithmetic reaches "
         f"{costs['arithmetic_share']:.3f} of the peak, even in float8, as fitted to the first of "
         "the published training runs above. The trivial predictor gives every row that run's "
-        "FLOP/s.",
+        f"FLOP/s. Predicted with torch {torch.__version__.partition('+')[0]}.",
         "",
         "| model | GPUs | layout, batch, recompute | tokens/s/GPU, published | predicted | error | trivial |",
         "|---|---|---|---|---|---|---|",
