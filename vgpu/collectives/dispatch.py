@@ -1,9 +1,9 @@
 """Runs the operators of collectives on virtual tensors.
 
-Each call is checked and counted. gloo transfers the values of the CPU tensors inside; for shapes,
-nothing is sent. In a recording, the collective takes virtual time on its group's own stream, as
-with NCCL: the group's stream waits for the current one, and waiting for the collective makes the
-current stream wait for the group's.
+Each call is checked and counted. gloo transfers the values of the CPU tensors inside them; for
+shapes, nothing is sent. In a recording, the collective takes virtual time on its group's own
+stream, as with NCCL: the group's stream waits for the current one, and waiting for the collective
+makes the current stream wait for the group's.
 """
 
 import collections

@@ -189,7 +189,7 @@ def two_lists_of_parts(call: Call) -> None:
 
 
 def equal_parts_at_root(call: Call) -> None:
-    """Check that the root's list has one part per rank, each with the shape of its own tensor."""
+    """Check that the root's list has one part per rank, each shaped like the root's own tensor."""
     if call.group.rank() != call.root:
         return
     parts, (own,) = (
