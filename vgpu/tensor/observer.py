@@ -47,7 +47,7 @@ class Observer(Protocol):
         """Called after ``operation``. For shapes, ``result`` is the looked-up result."""
 
     def before_copy(self, source: torch.Tensor) -> torch.Tensor:
-        """Called before a copy. Returns the tensor to read: ``source``, or garbage if it's too early."""
+        """Called before a copy. Returns what to read: ``source``, or garbage if it's too early."""
 
     def after_copy(
         self, source: torch.Tensor, target: torch.Tensor, in_place: bool, waits: bool
