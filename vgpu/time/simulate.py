@@ -74,7 +74,7 @@ def replay_beside(timeline: Timeline, others: Iterable[TraceEvent]) -> Timeline:
 
 
 def joined(timelines: Sequence[Timeline]) -> Timeline:
-    """Join timelines of ranks that were recorded separately, with their waits for each other.
+    """Join timelines of ranks that were recorded separately, including waits for each other.
 
     The ranks' clocks start together and synchronize at collectives and messages: each of these
     starts when all of its recorded ranks are ready, and ranks without a recording are assumed to be
