@@ -331,7 +331,7 @@ def _simulated(
     actions: Mapping[tuple[_Kind, ActionContext], vgpu.Timeline],
     ranks: Mapping[int, RecordedRank],
 ) -> PipelineStep:
-    """Simulate the schedule; identical ranks share a recording, and each action's counts once."""
+    """Simulate the schedule; identical ranks share the recordings of their actions and update."""
     schedule = plan.schedule
     alike = {_kind(plan, device): rank for device, rank in reversed(list(ranks.items()))}
     timelines = {
