@@ -226,7 +226,7 @@ def _run_wrap(
 
 @handler(*_FSDP, records_itself=True)
 def _run_fsdp(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Run an FSDP operator with its GPU implementation, not the CPU's."""
+    """Run an FSDP operator's GPU implementation, not the CPU's."""
     return func._op_dk(torch._C.DispatchKey.PrivateUse1, *args, **kwargs)
 
 

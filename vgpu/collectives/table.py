@@ -33,10 +33,11 @@ from vgpu.tensor.tensor import VirtualTensor
 
 # Calls, and the checks that may reject them
 #
-# Real ranks and a virtual cluster's ranks reject the same calls, with NCCL's errors for what NCCL
-# checks (ProcessGroupNCCL.cpp, c10d/Utils.hpp). They also reject calls that would make NCCL read or
-# write past the end of a tensor, or between the elements of a non-contiguous one. Functional
-# collectives need few checks, because they create their results and copy non-contiguous inputs.
+# Real ranks and a virtual cluster's ranks reject the same calls, raising NCCL's errors for what
+# NCCL checks (ProcessGroupNCCL.cpp, c10d/Utils.hpp). They also reject calls that would make NCCL
+# read or write past the end of a tensor, or between the elements of a non-contiguous one.
+# Functional collectives need few checks, because they create their results and copy non-contiguous
+# inputs.
 
 
 Tensors = list[torch.Tensor]
@@ -46,7 +47,7 @@ class Call:
     """One collective: its group, and the tensors that this rank passes in and gets back."""
 
     def __init__(self, name: str, operator: str, arguments: Kwargs, group: dist.ProcessGroup):
-        """``name`` is from torch.distributed, ``operator`` from torch.ops, with its namespace."""
+        """``name`` is from torch.distributed; ``operator``, from torch.ops, has its namespace."""
         self.name = name
         self.operator = operator
         self.arguments = arguments
@@ -518,7 +519,7 @@ COLLECTIVES: dict[str, Collective] = {
 }
 
 NAMES = {operator: name for name, each in COLLECTIVES.items() for operator in each.operators}
-"""Maps an operator's name, with its namespace, to the collective's name in torch.distributed."""
+"""Maps an operator's name, including its namespace, to its name in torch.distributed."""
 
 SAME_ELEMENTS = {name for name, each in COLLECTIVES.items() if each.same_elements}
 
@@ -561,7 +562,7 @@ def sent_bytes(name: str, size_bytes: float, count: int) -> float:
 def seconds(name: str, size_bytes: float, count: int, route: Route) -> float:
     """Return the seconds that a collective takes among ``count`` GPUs; 0 for a single one.
 
-    Raises ValueError for an unknown name, with the list of collectives.
+    Raises ValueError for an unknown name; the message lists the collectives.
     """
     if name not in COLLECTIVES:
         raise ValueError(f"no collective is called {name!r}; use one of {', '.join(COLLECTIVES)}")

@@ -30,7 +30,7 @@ from vgpu.time.program import Enqueued
 # separate tensors with the same storage, and all other references to them are known.
 
 
-# A thread that has finished drops its tensors as soon as it runs again.
+# Once the work has finished, gloo's thread drops the tensors as soon as it runs again.
 _SOON_S = 1.0
 # C++, or a future that someone keeps, may hold the tensors forever.
 _MAYBE_NEVER_S = 0.02

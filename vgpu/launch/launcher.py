@@ -260,7 +260,7 @@ def threads_per_rank(ranks: int) -> int:
 
 
 def real_gpus_for(ranks: int) -> bool:
-    """Whether each of ``ranks`` ranks can have its own real GPU, with NCCL between them."""
+    """Whether each of ``ranks`` ranks can have its own real GPU, connected by NCCL."""
     return dist.is_nccl_available() and torch.cuda.device_count() >= ranks
 
 

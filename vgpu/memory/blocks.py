@@ -235,7 +235,7 @@ class DeviceMemory:
             return allocator.reserved_bytes, allocator.peak_reserved_bytes
 
     def layout(self) -> list[Segment]:
-        """Return the segments that CUDA's caching allocator would have, with their blocks."""
+        """Return the segments that CUDA's caching allocator would have, and their blocks."""
         with _lock:
             return self.reserve.now().layout()
 

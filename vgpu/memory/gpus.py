@@ -119,7 +119,7 @@ def _name(count: int) -> None:
 def of_another_host() -> Iterator[None]:
     """Let the ``with`` block make another host's GPUs available.
 
-    Afterwards, the previous GPUs are restored, with their bytes, peaks, generators and each
+    Afterwards, the previous GPUs are restored, including their bytes, peaks, generators and each
     thread's current device and streams. Memory that's still allocated on the other host, for
     example by modules in reference cycles, counts only there.
     """
@@ -192,7 +192,7 @@ def in_backward() -> bool:
 
 
 stream_priorities: dict[int, int] = {}
-"""Nonzero priorities by stream number; kernels on streams with a negative one overtake others."""
+"""Nonzero priorities by stream number; kernels on negative-priority streams overtake others."""
 
 # In a recording, the GPU index and stream number of each autograd node that was created on a
 # non-default stream, by the node's sequence number.

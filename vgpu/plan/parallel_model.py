@@ -1,4 +1,4 @@
-"""Divides a transformer, or a pipeline stage, across ranks, with the PyTorch code for each degree.
+"""Divides a transformer, or a pipeline stage, across ranks, using PyTorch's code for each degree.
 
 The same lines apply FSDP2, tensor and context parallelism and recomputation on real ranks, under
 ``launch.run`` or torchrun, and on a rank of ``vgpu.cluster``.

@@ -107,7 +107,7 @@ class RankState(NamedTuple):
 
 
 def rank_states(schedule: Schedule, device: int) -> Iterator[tuple[Action, RankState]]:
-    """Yield a pipeline device's actions, with its state before each."""
+    """Yield a pipeline device's actions, each with the device's state before it."""
     kept, done = [0] * schedule.chunks, [0] * schedule.chunks
     before: dict[int, str] = {}
     for action in schedule.rows[device]:

@@ -227,7 +227,7 @@ class ShapeMethods(TensorMethods):
         SHAPES.add(cls)
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the block's storage, with its rounded size; it shows which shapes share memory.
+        """Return the block's storage, whose size is rounded; it shows which shapes share memory.
 
         The inner tensor's storage can't show that, since all shapes with the same metadata share
         it.

@@ -41,7 +41,7 @@ class Observer(Protocol):
     """Called by ``run`` and the handlers; implemented by ``Recording`` (time/recording.py)."""
 
     def before(self, operation: Operation) -> None:
-        """Called before ``operation``. Replaces arguments that are read too early with garbage."""
+        """Called before ``operation``. Puts garbage in place of what it reads too early."""
 
     def after(self, operation: Operation, outputs: Any, result: Result | None) -> None:
         """Called after ``operation``. For shapes, ``result`` is the looked-up result."""
