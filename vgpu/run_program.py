@@ -160,7 +160,7 @@ def summary() -> str:
 
 
 def show_summary() -> None:
-    """Print the summary with a single write, so that lines from ranks aren't interleaved."""
+    """Print the summary with a single write, so that different ranks' lines aren't interleaved."""
     sys.stdout.flush()
     sys.stderr.write(summary() + "\n")
     sys.stderr.flush()

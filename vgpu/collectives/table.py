@@ -47,7 +47,7 @@ class Call:
     """One collective: its group, and the tensors that this rank passes in and gets back."""
 
     def __init__(self, name: str, operator: str, arguments: Kwargs, group: dist.ProcessGroup):
-        """``name`` is from torch.distributed; ``operator``, from torch.ops, has its namespace."""
+        """``name`` is from torch.distributed, ``operator`` from torch.ops, with its namespace."""
         self.name = name
         self.operator = operator
         self.arguments = arguments
@@ -519,7 +519,7 @@ COLLECTIVES: dict[str, Collective] = {
 }
 
 NAMES = {operator: name for name, each in COLLECTIVES.items() for operator in each.operators}
-"""Maps an operator's name, including its namespace, to its name in torch.distributed."""
+"""Maps operators' names, including namespaces, to collectives' names in torch.distributed."""
 
 SAME_ELEMENTS = {name for name, each in COLLECTIVES.items() if each.same_elements}
 

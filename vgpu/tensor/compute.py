@@ -85,7 +85,7 @@ class DeviceGenerator(_PlainGenerator):
 
 
 def offset_in(state: torch.Tensor) -> torch.Tensor:
-    """Return the offset in a generator's state, as an int64 tensor that shares its memory."""
+    """Return the offset in a generator's state, an int64 tensor that shares the state's memory."""
     return state[-16:-8].view(torch.int64)
 
 

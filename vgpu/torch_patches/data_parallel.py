@@ -57,7 +57,7 @@ def nccl_is_available(plain: Callable[..., bool]) -> Callable[..., bool]:
 
 @functools.cache
 def copy_stream(device: torch.device) -> torch.Stream | None:
-    """Return a device's stream for copies from the CPU (``torch.nn.parallel._functions``)."""
+    """Return a device's background stream for CPU copies (``torch.nn.parallel._functions``)."""
     return None if device.type == "cpu" else device_module.Stream(device)
 
 

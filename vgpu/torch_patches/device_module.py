@@ -149,7 +149,7 @@ def memory_allocated(device: Any = None) -> int:
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    """Return the peak of allocated bytes since the start, or ``reset_peak_memory_stats``."""
+    """Return the peak of allocated bytes since the start or since ``reset_peak_memory_stats``."""
     return _memory_of(device).peak_bytes
 
 
@@ -159,7 +159,7 @@ def memory_reserved(device: Any = None) -> int:
 
 
 def max_memory_reserved(device: Any = None) -> int:
-    """Return the peak of reserved bytes since the start, or ``reset_peak_memory_stats``."""
+    """Return the peak of reserved bytes since the start or since ``reset_peak_memory_stats``."""
     return _memory_of(device).reserved()[1]
 
 
