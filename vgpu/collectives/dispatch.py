@@ -147,7 +147,7 @@ def _row_inside(tensor: torch.Tensor) -> torch.Tensor:
 _own_messages: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[Call]]" = (
     weakref.WeakKeyDictionary()
 )
-"""By group: this rank's sends to itself without a receive so far, and receives without a send."""
+"""By group: this rank's sends to itself that have no receive yet, and receives with no send."""
 
 
 def _message_to_oneself(call: Call) -> Ending:

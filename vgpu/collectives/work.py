@@ -337,7 +337,7 @@ class _Work(_PythonWork, PythonCallbackWork):
     """The work that a c10d operator returns.
 
     C++ may keep the work and wait for it after its Python object is gone. If C++ asks for a future,
-    it gets a C++ one, which completes once somebody waits.
+    it gets a C++ one, which completes once something waits for it.
     """
 
     def __init__(self, ending: Ending) -> None:
@@ -379,7 +379,8 @@ class _BucketWork(dist.Work):
     def __init__(self, ending: Ending) -> None:
         super().__init__()
         self._ending = ending
-        # The callback keeps this object alive until then: C++ calls Python only while it exists.
+        # The callback keeps this object alive for the whole pass: C++ calls it only while it
+        # exists.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:

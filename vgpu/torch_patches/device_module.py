@@ -1,8 +1,8 @@
 """``torch.vgpu``, the counterpart of ``torch.cuda``. This module itself is registered with torch.
 
-A ``device`` of None means the current device, as in ``torch.cuda``. Some names
-are imported from the files that implement them. The modules ``torch.vgpu.amp``, ``memory``,
-``nvtx`` and ``random`` are created at the end of this file.
+A ``device`` of None means the current device, as in ``torch.cuda``. Some names are imported from
+the files that implement them. The modules ``torch.vgpu.amp``, ``memory``, ``nvtx`` and ``random``
+are created at the end of this file.
 """
 
 import contextlib
