@@ -92,7 +92,7 @@ def enable(
     ``memory_bytes`` overrides the preset's memory per GPU. ``link``, a name in ``vgpu.LINKS`` or a
     Link, overrides its link between GPUs. ``enable`` can be called again at any time; tensors stay
     on the devices that remain. Raises ValueError for a count outside 1 to 127, an unknown preset,
-    or memory that isn't positive, and TypeError for a non-integer.
+    or a memory size that isn't positive, and TypeError for a non-integer.
     """
     count = _to_int(count, "count", "such as 4")
     if not 1 <= count <= 127:

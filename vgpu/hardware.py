@@ -193,7 +193,7 @@ class GPUSpec:
     def has_bfloat16(self) -> bool:
         """Whether tensor cores support bfloat16.
 
-        CUDA programming guide: from compute capability 8.0 on.
+        According to the CUDA programming guide, they do from compute capability 8.0 on.
         """
         return self.compute_capability >= (8, 0)
 

@@ -160,7 +160,7 @@ def summary() -> str:
 
 
 def show_summary() -> None:
-    """Print the summary with a single write, so that lines from different ranks aren't interleaved."""
+    """Print the summary with a single write, so that different ranks' lines aren't interleaved."""
     sys.stdout.flush()
     sys.stderr.write(summary() + "\n")
     sys.stderr.flush()
@@ -277,7 +277,7 @@ def _run_source(
     folder: str,
     names: dict[str, Any],
 ) -> None:
-    """Run source code as ``__main__``, with ``folder`` first in the path, and these names."""
+    """Run source code as ``__main__``, with ``folder`` first in the path and ``names`` defined."""
     sys.excepthook = _show_own_frames
     _put_first_in_path(folder)
     start(settings)

@@ -4,15 +4,15 @@ No other file checks a version. Code that works on every supported release isn't
 differ as follows; the code for each difference can be removed along with the release that is named:
 
 - Since 2.15, pipelines initialize in
-  ``_PipelineSchedule._initialize_pipeline_distributed_state``; before, in ``_warmup_p2p``. Remove
-  ``votes_in_warm_up`` and ``warm_up_alone`` along with 2.14.
-- Since 2.14, a process group of an out-of-tree device type has a default backend; before, C++ warns
-  that it has none. Remove ``name_default_backend`` along with 2.13.
+  ``_PipelineSchedule._initialize_pipeline_distributed_state``; before that, in ``_warmup_p2p``.
+  Remove ``votes_in_warm_up`` and ``warm_up_alone`` along with 2.14.
+- Since 2.14, a process group of an out-of-tree device type has a default backend; before that, C++
+  warns that it has none. Remove ``name_default_backend`` along with 2.13.
 - Since 2.15, FSDP2 upcasts accumulated unsharded gradients in
-  ``FSDPParamGroup._set_unsharded_grad_dtypes``; before, in
+  ``FSDPParamGroup._set_unsharded_grad_dtypes``; before that, in
   ``FSDPParam.to_accumulated_grad_if_needed``. Remove ``widens_gradients`` along with 2.14.
-- Since 2.14, torch and ``torch.distributed`` log to the current ``sys.stderr``; before, to the one
-  at import. Replace ``redirect_stderr`` with ``contextlib``'s along with 2.13.
+- Since 2.14, torch and ``torch.distributed`` log to the current ``sys.stderr``; before that,
+  to the one at import. Replace ``redirect_stderr`` with ``contextlib``'s along with 2.13.
 
 docs/new_torch.md says what to do when a new release comes out.
 """

@@ -179,9 +179,9 @@ def predict_second_step(**options: Any) -> Iterator[None]:
     """Run the program in the block as rank 0 of a cluster, with tensors that are shapes.
 
     Recording starts after an optimizer's first step, which creates its state. After the second
-    step, the result is printed, and SystemExit ends the program. ``options`` are those of
-    ``cluster``. A program that reads a tensor's value before then ends with a NoValueError, because
-    shapes have no values.
+    step, the result is printed, and SystemExit is raised. ``options`` are those of ``cluster``. If
+    the program reads a tensor's value before that, NoValueError is raised, because shapes have no
+    values.
     """
     timelines: list[Timeline] = []
     with ExitStack() as block:
@@ -205,7 +205,7 @@ def predict_second_step(**options: Any) -> Iterator[None]:
         taken = len(timelines)
         raise SystemExit(
             f"python -m vgpu --cluster: this records the second optimizer step, but the program "
-            f"took only {taken}: have it take at least two"
+            f"took only {taken}: make it take at least two"
         )
 
 

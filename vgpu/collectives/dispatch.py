@@ -1,9 +1,9 @@
 """Runs the operators of collectives on virtual tensors.
 
-Each call is checked and counted. gloo transfers the values of the CPU tensors inside; for shapes,
-nothing is sent. In a recording, the collective takes virtual time on its group's own stream, as
-with NCCL: the group's stream waits for the current one, and waiting for the collective makes the
-current stream wait for the group's.
+Each call is checked and counted. gloo transfers the values of the CPU tensors inside them; for
+shapes, nothing is sent. In a recording, the collective takes virtual time on its group's own
+stream, as with NCCL: the group's stream waits for the current one, and waiting for the collective
+makes the current stream wait for the group's.
 """
 
 import collections
@@ -147,7 +147,7 @@ def _row_inside(tensor: torch.Tensor) -> torch.Tensor:
 _own_messages: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[Call]]" = (
     weakref.WeakKeyDictionary()
 )
-"""By group: this rank's sends to itself without a receive so far, and receives without a send."""
+"""By group: this rank's sends to itself that have no receive yet, and receives with no send."""
 
 
 def _message_to_oneself(call: Call) -> Ending:
@@ -226,7 +226,7 @@ def _run_wrap(
 
 @handler(*_FSDP, records_itself=True)
 def _run_fsdp(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Run an FSDP operator with its GPU implementation, not the CPU's."""
+    """Run an FSDP operator's GPU implementation, not the CPU's."""
     return func._op_dk(torch._C.DispatchKey.PrivateUse1, *args, **kwargs)
 
 

@@ -202,11 +202,11 @@ class _Comparison:
         self.numbers = itertools.count()
         """Numbers the collectives on virtual tensors."""
         self.written = [""] * _KEYS
-        """What each key held at this rank's last look."""
+        """What each key held when this rank last read it."""
 
 
 _KEYS = 256
-"""Collectives by which a rank may be ahead of another that still compares its dtypes with it."""
+"""How many collectives ahead a rank may be of one that hasn't compared its dtypes yet."""
 
 _comparisons: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Comparison]" = (
     weakref.WeakKeyDictionary()
@@ -247,7 +247,7 @@ def claim_gpu(group: dist.ProcessGroup, gpu: VirtualGPU) -> None:
 
 
 def compare_dtypes(call: Call) -> None:
-    """Raise TypeError if another rank passes tensors of another dtype to the same collective.
+    """Raise TypeError if another rank passes a different dtype to the same collective.
 
     NCCL and gloo compare sizes in bytes at most, so float16 on one rank and bfloat16 on another
     would give meaningless numbers. The first rank to issue a collective writes its dtypes to the
@@ -264,7 +264,7 @@ def compare_dtypes(call: Call) -> None:
     last = comparison.written[number % _KEYS]
     try:
         written = comparison.store.compare_set(key, last, "/".join(own)).decode()
-    except dist.DistError:  # the rank that serves the store has ended; groups outlive it
+    except dist.DistError:  # the rank that serves the store has exited; groups outlive it
         del _comparisons[call.group]
         return
     comparison.written[number % _KEYS] = written

@@ -33,10 +33,11 @@ from vgpu.tensor.tensor import VirtualTensor
 
 # Calls, and the checks that may reject them
 #
-# Real ranks and a virtual cluster's ranks reject the same calls, with NCCL's errors for what NCCL
-# checks (ProcessGroupNCCL.cpp, c10d/Utils.hpp). They also reject calls that would make NCCL read or
-# write past the end of a tensor, or between the elements of a non-contiguous one. Functional
-# collectives need few checks, because they create their results and copy non-contiguous inputs.
+# Real ranks and a virtual cluster's ranks reject the same calls, raising NCCL's errors for what
+# NCCL checks (ProcessGroupNCCL.cpp, c10d/Utils.hpp). They also reject calls that would make NCCL
+# read or write past the end of a tensor, or between the elements of a non-contiguous one.
+# Functional collectives need few checks, because they create their results and copy non-contiguous
+# inputs.
 
 
 Tensors = list[torch.Tensor]
@@ -189,7 +190,7 @@ def two_lists_of_parts(call: Call) -> None:
 
 
 def equal_parts_at_root(call: Call) -> None:
-    """Check that the root's list has one part per rank, each with the shape of its own tensor."""
+    """Check that the root's list has one part per rank, each shaped like the root's own tensor."""
     if call.group.rank() != call.root:
         return
     parts, (own,) = (
@@ -518,7 +519,7 @@ COLLECTIVES: dict[str, Collective] = {
 }
 
 NAMES = {operator: name for name, each in COLLECTIVES.items() for operator in each.operators}
-"""Maps an operator's name, with its namespace, to the collective's name in torch.distributed."""
+"""Maps operators' names, including namespaces, to collectives' names in torch.distributed."""
 
 SAME_ELEMENTS = {name for name, each in COLLECTIVES.items() if each.same_elements}
 
@@ -561,7 +562,7 @@ def sent_bytes(name: str, size_bytes: float, count: int) -> float:
 def seconds(name: str, size_bytes: float, count: int, route: Route) -> float:
     """Return the seconds that a collective takes among ``count`` GPUs; 0 for a single one.
 
-    Raises ValueError for an unknown name, with the list of collectives.
+    Raises ValueError for an unknown name; the message lists the collectives.
     """
     if name not in COLLECTIVES:
         raise ValueError(f"no collective is called {name!r}; use one of {', '.join(COLLECTIVES)}")

@@ -26,11 +26,11 @@ from vgpu.time.program import Enqueued
 #
 # gloo has its own threads. They drop the tensors a moment after ``wait`` has returned in the
 # calling thread, and until then the tensors' bytes count as allocated, so the allocated amount
-# would vary at random. With NCCL, only the caller refers to the tensors after waiting. So gloo gets separate
-# tensors with the same storage, and all other references to them are known.
+# would vary at random. With NCCL, only the caller refers to the tensors after waiting. So gloo gets
+# separate tensors with the same storage, and all other references to them are known.
 
 
-# A thread that has finished drops its tensors as soon as it runs again.
+# Once the work has finished, gloo's thread drops the tensors as soon as it runs again.
 _SOON_S = 1.0
 # C++, or a future that someone keeps, may hold the tensors forever.
 _MAYBE_NEVER_S = 0.02
@@ -192,8 +192,9 @@ class OwnMessage:
         if not self.is_completed():
             call = self._call
             raise RuntimeError(
-                f"rank {call.peer} of the group is waiting for a {call.name} to or from itself that has "
-                "no counterpart: pass the send and its receive to the same dist.batch_isend_irecv"
+                f"rank {call.peer} of the group is waiting for a {call.name} to or from itself "
+                "that has no counterpart: pass the send and its receive to the same "
+                "dist.batch_isend_irecv"
             )
 
     def _source_rank(self) -> int | None:
@@ -336,7 +337,7 @@ class _Work(_PythonWork, PythonCallbackWork):
     """The work that a c10d operator returns.
 
     C++ may keep the work and wait for it after its Python object is gone. If C++ asks for a future,
-    it gets a C++ one, which completes once somebody waits.
+    it gets a C++ one, which completes once something waits for it.
     """
 
     def __init__(self, ending: Ending) -> None:
@@ -348,8 +349,8 @@ class _JoinWork(_PythonWork, dist.Work):
     """The work of an all-reduce over one of DDP's groups outside of a backward pass.
 
     In ``model.join()``, C++ asks for the future of each all-reduce issued by a rank that has no
-    data left, drops the work, and waits for the future. So it must be this class's future, which C++ finds as
-    long as the Python object exists.
+    data left, drops the work, and waits for the future. So it must be this class's future, which
+    C++ finds as long as the Python object exists.
     """
 
     def __init__(self, ending: Ending) -> None:
@@ -378,7 +379,8 @@ class _BucketWork(dist.Work):
     def __init__(self, ending: Ending) -> None:
         super().__init__()
         self._ending = ending
-        # The callback keeps this object alive until then: C++ calls Python only while it exists.
+        # The callback keeps this object alive for the whole pass: C++ calls it only while it
+        # exists.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:

@@ -228,8 +228,8 @@ def _is_premultiplied(value: Any) -> bool:
 # Symmetric memory
 
 _SYMMETRIC = (
-    "torch.distributed._symmetric_memory needs GPUs that read each other's memory, and virtual GPUs "
-    "of different ranks can't: use the collectives of torch.distributed, such as all_reduce"
+    "torch.distributed._symmetric_memory needs GPUs that read each other's memory, and virtual "
+    "GPUs of different ranks can't: use the collectives of torch.distributed, such as all_reduce"
 )
 
 

@@ -1,4 +1,4 @@
-"""Gives every Python process that a run starts the run's virtual GPUs.
+"""Gives the run's virtual GPUs to every Python process that the run starts.
 
 Python imports this file at startup if its folder is in PYTHONPATH. Launchers such as torchrun and
 accelerate start their ranks as ``python script.py``, which becomes ``python -m vgpu [options]

@@ -62,7 +62,7 @@ def failure_error(ranks: Sequence[RankProcess], scratch: Path) -> LaunchError:
     failed = sorted(filter(has_failed, ranks), key=lambda r: (has_lost_peer(r), _failed_ns(r)))
     if failed[0].died:
         return _died(failed[0], ranks, scratch)
-    # If multiple ranks raised the same error, which was first is random: report the lowest rank.
+    # If multiple ranks raised the same error, it's random which was first: report the lowest rank.
     same = [r for r in failed if _summary(r) == _summary(failed[0])]
     first = min(same, key=lambda r: r.rank)
     others = [r for r in failed if r is not first]

@@ -66,7 +66,7 @@ class CollectiveRecord:
     group: str
     """The group and backend: in a group with two backends, each counts its own collectives."""
     number: int
-    """Its number among the collectives of the group, from 1: the same on every rank."""
+    """Its number among the group's collectives, starting at 1: the same on every rank."""
     name: str
     call_site: CallSite | None
     tensors: str
@@ -77,7 +77,7 @@ class CollectiveRecord:
 
 
 class Message(NamedTuple):
-    """The messages with one tag that one rank of a group sends to another; ranks are global."""
+    """Messages with the same tag from one rank of a group to another; ranks are global."""
 
     group: str
     source: int
@@ -102,15 +102,15 @@ class RankState:
     members: dict[str, list[int]] = field(default_factory=dict)
     """The ranks of each group that the rank belongs to."""
     timeouts_s: dict[str, float] = field(default_factory=dict)
-    """The seconds after which each group's collectives time out on their own, with an error."""
+    """Each group's timeout in seconds, after which its collectives raise an error on their own."""
     sent: Counter[Message] = field(default_factory=Counter)
     """How many sends the rank has started; the flight recorder doesn't record gloo's messages."""
     received: Counter[Message] = field(default_factory=Counter)
     message: Message | None = None
-    """What the rank waits for in a blocking send or recv."""
+    """What the rank is waiting for in a blocking send or recv."""
     groups_made: int = 0
     new_group: list[int] = field(default_factory=list)
-    """The ranks of the group that it's creating in new_group, which waits for all ranks."""
+    """The ranks of the group that the rank is creating in new_group, which waits for all ranks."""
 
     @property
     def unfinished(self) -> list[CollectiveRecord]:
@@ -318,7 +318,7 @@ STOPPED = "is stopped"
 
 
 def explain(states: Sequence[RankState | None], name_file: Callable[[str], str]) -> str:
-    """Return a line for each rank, then lines about which collectives wait for which ranks.
+    """Return a line for each rank, then lines about which collectives are waiting for which ranks.
 
     A rank without a state didn't answer. ``name_file`` turns a file name into one that the reader
     knows, such as "Cell In[3]".
@@ -328,7 +328,7 @@ def explain(states: Sequence[RankState | None], name_file: Callable[[str], str])
 
 
 def is_deadlock(states: Sequence[RankState | None], within_s: float = float("inf")) -> bool:
-    """Whether no rank can ever continue: all wait for ranks that have returned, stopped, or wait too.
+    """Whether no rank can ever continue: each is waiting for one that's gone, stopped or waiting.
 
     It considers collectives (the flight recorder knows which ranks have arrived), blocking ``send``
     and ``recv``, and ``new_group``. The answer is certain if no rank made progress while the states
@@ -349,9 +349,10 @@ def is_deadlock(states: Sequence[RankState | None], within_s: float = float("inf
 
 
 def _cannot_go_on(states: Sequence[RankState | None], rank: int, others: set[int]) -> bool:
-    """Whether a rank waits for something that one of ``others`` hasn't started.
+    """Whether a rank is waiting for something that one of ``others`` hasn't started.
 
-    For a collective, also true if one of ``others`` is a stopped member, or the calls don't match.
+    For a collective, it's also true if one of ``others`` is a stopped member, or if the calls don't
+    match.
     """
     state = states[rank]
     assert state is not None
@@ -386,7 +387,7 @@ def _missing_peer(states: Sequence[RankState | None], rank: int) -> set[int]:
 
 
 def _missing_in_new_group(states: Sequence[RankState | None], state: RankState) -> set[int]:
-    """Return the ranks of a new group that called new_group less often, or are stopped."""
+    """Return the ranks of a new group that have called new_group fewer times, or are stopped."""
     return {
         rank
         for rank in state.new_group

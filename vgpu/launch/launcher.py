@@ -260,7 +260,7 @@ def threads_per_rank(ranks: int) -> int:
 
 
 def real_gpus_for(ranks: int) -> bool:
-    """Whether each of ``ranks`` ranks can have its own real GPU, with NCCL between them."""
+    """Whether each of ``ranks`` ranks can have its own real GPU, connected by NCCL."""
     return dist.is_nccl_available() and torch.cuda.device_count() >= ranks
 
 
@@ -280,7 +280,7 @@ def loopback() -> str | None:
 
 
 def free_port() -> int:
-    """Return a rendezvous port for ranks that's free now and won't be assigned automatically.
+    """Return a port for the ranks' rendezvous that's free, and won't be assigned automatically.
 
     A program that asks for any free port gets one above 32767 on Linux and above 49151 elsewhere,
     so a port in that range might be taken before the ranks have started. Raises OSError if none of

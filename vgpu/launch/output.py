@@ -151,7 +151,7 @@ class RankOutput:
         self._texts += self._readers[rank].read(data)
 
     def show(self, before_ns: int) -> bool:
-        """Print everything older than ``before_ns``; return whether something is left for later.
+        """Print everything older than ``before_ns``; return whether anything is left for later.
 
         Text that's newer than the last read of the pipes has to wait: another rank may have written
         something older in the meantime.

@@ -1,4 +1,4 @@
-"""Starts the processes of one run, listens to them, and ends them no matter what happens."""
+"""Starts the processes of one run, listens to them, and terminates them no matter what happens."""
 
 import os
 import shutil
@@ -45,7 +45,7 @@ class RankProcess:
     ended_ns: int | None = None
     """When its process was found to have exited."""
     exit_code: int | None = None
-    """The exit code, as in multiprocessing: negative if a signal ended the process."""
+    """The exit code, as in multiprocessing: negative if a signal killed the process."""
 
     @property
     def died(self) -> bool:
@@ -168,7 +168,7 @@ class RankProcesses:
             output.close()
             raise
         finally:
-            # Once only the rank holds its ends of the pipes, a closed one means that it's gone.
+            # Once only the rank holds its ends of the pipes, a closed pipe means that it's gone.
             control_there.close()
             output_there.close()
         self.ranks.append(RankProcess(job.rank, process, control, output))
@@ -218,7 +218,7 @@ class RankProcesses:
 
 
 def _kill_descendants(pid: int) -> None:
-    """Kill what a rank started, and is in its process group; on Windows, all of its descendants."""
+    """Kill everything in a rank's process group; on Windows, all of its descendants."""
     with suppress(OSError, psutil.Error):  # the group is gone, or doesn't exist yet
         if hasattr(os, "killpg"):
             os.killpg(pid, signal.SIGKILL)

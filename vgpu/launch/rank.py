@@ -261,7 +261,7 @@ class _Rank:
         self.send(rank_state(self._main_thread, self.stage))
 
     def tell_before_cpp_aborts(self) -> None:
-        """Tell the parent where the rank is before an uncaught C++ exception ends it.
+        """Tell the parent where the rank is before an uncaught C++ exception kills it.
 
         gloo throws one in its own thread if ranks pass different numbers of bytes to a collective.
         The parent then knows every rank's collectives, as it does after a hang.
@@ -274,7 +274,7 @@ class _Rank:
         def tell() -> None:
             if os.getpid() == process:  # not in a process forked from the rank
                 self.send_state()
-            before()  # the previous handler prints the exception and ends the process
+            before()  # the previous handler prints the exception and kills the process
 
         self._tell = handler_type(tell)  # kept alive here, since C++ has only its address
         before = set_terminate(self._tell)

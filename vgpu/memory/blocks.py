@@ -229,13 +229,13 @@ class DeviceMemory:
             self.reserve.empty_cache()
 
     def reserved(self) -> tuple[int, int]:
-        """Return the bytes that CUDA's caching allocator would reserve, and the peak since reset."""
+        """Return the bytes that CUDA's allocator would reserve, and the peak since a reset."""
         with _lock:
             allocator = self.reserve.now()
             return allocator.reserved_bytes, allocator.peak_reserved_bytes
 
     def layout(self) -> list[Segment]:
-        """Return the segments that CUDA's caching allocator would have, with their blocks."""
+        """Return the segments that CUDA's caching allocator would have, and their blocks."""
         with _lock:
             return self.reserve.now().layout()
 
@@ -271,8 +271,8 @@ class DeviceMemory:
             f"VGPU out of memory. Tried to allocate {format_size(size_bytes)}. "
             f"GPU {self.device.index} has a total capacity of {format_size(self.capacity_bytes)} "
             f"of which {format_size(self.free_bytes)} is free. "
-            f"Including non-PyTorch memory, this process has {format_size(reserved_bytes)} memory in "
-            f"use. {allowed}Of the allocated memory {allocated} is allocated by PyTorch, and "
+            f"Including non-PyTorch memory, this process has {format_size(reserved_bytes)} memory "
+            f"in use. {allowed}Of the allocated memory {allocated} is allocated by PyTorch, and "
             f"{format_size(reserved_bytes - self.allocated_bytes)} is reserved by PyTorch but "
             f"unallocated.{_of_rank()}"
         )

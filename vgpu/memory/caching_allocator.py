@@ -182,7 +182,7 @@ class CachingAllocator:
     def allocate(self, block: int, size_bytes: int, stream: int) -> None:
         """Allocate a block with this number (``malloc``).
 
-        ``size_bytes`` is already a multiple of 512. Raises OutOfMemoryError if the block doesn't fit.
+        ``size_bytes`` is a multiple of 512. Raises OutOfMemoryError if the block doesn't fit.
         """
         is_small = size_bytes <= _SMALL_BYTES
         pool = self._pools.get((stream, is_small))
@@ -356,8 +356,8 @@ class CachingAllocator:
     def _out_of_memory(self, size_bytes: int, stream: int) -> torch.OutOfMemoryError:
         advice = "" if self.expandable_segments else "; expandable_segments=True may find room"
         return torch.OutOfMemoryError(
-            f"CUDA's caching allocator has no room for {format_bytes(size_bytes)} on {self.device}, "
-            f"stream {stream}: of {format_bytes(self.capacity_bytes)}, "
+            f"CUDA's caching allocator has no room for {format_bytes(size_bytes)} on "
+            f"{self.device}, stream {stream}: of {format_bytes(self.capacity_bytes)}, "
             f"{format_bytes(self.reserved_bytes)} is reserved and "
             f"{format_bytes(self.allocated_bytes)} is allocated. Reserved but unallocated memory "
             f"is split by blocks in use, or its pieces are too small{advice}"

@@ -44,7 +44,7 @@ class VirtualGPU:
         return f"VirtualGPU({self.device}, {self.spec.name})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "VirtualGPU":
-        # dcp.async_save deep-copies a tensor's attributes; a copy of a GPU would copy all its blocks.
+        # dcp.async_save deep-copies a tensor's attributes; copying a GPU would copy all its blocks.
         return self
 
 
@@ -119,9 +119,9 @@ def _name(count: int) -> None:
 def of_another_host() -> Iterator[None]:
     """Let the ``with`` block make another host's GPUs available.
 
-    Afterwards, the previous GPUs are restored, with their bytes, peaks, generators and each thread's
-    current device and streams. Memory that's still allocated on the other host, for example by modules
-    in reference cycles, counts only there.
+    Afterwards, the previous GPUs are restored, including their bytes, peaks, generators and each
+    thread's current device and streams. Memory that's still allocated on the other host, for
+    example by modules in reference cycles, counts only there.
     """
     global _known, in_use
     known, before, count = _known, in_use, _count
@@ -187,12 +187,12 @@ graph_task = torch._C._current_graph_task_id
 
 
 def in_backward() -> bool:
-    """Whether the caller runs in a backward pass."""
+    """Whether the caller is running in a backward pass."""
     return graph_task() != -1
 
 
 stream_priorities: dict[int, int] = {}
-"""Nonzero priorities by stream number; kernels on streams with a negative one overtake others."""
+"""Nonzero priorities by stream number; kernels on negative-priority streams overtake others."""
 
 # In a recording, the GPU index and stream number of each autograd node that was created on a
 # non-default stream, by the node's sequence number.
@@ -226,7 +226,8 @@ def set_stream_number(index: int) -> int | None:
 def current_stream_number(index: int) -> int:
     """Return the number of the current stream of a GPU in this thread; 0 is the default stream.
 
-    In a backward pass, it's the node's stream (only known in a recording), unless a hook set another.
+    In a backward pass, it's the node's stream (only known in a recording), unless a hook set
+    another.
     """
     number = set_stream_number(index)
     if number is None:

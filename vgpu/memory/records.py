@@ -91,7 +91,8 @@ class MemoryRecord:
 
         Its ``peak_reserved_bytes`` is what ``torch.cuda.max_memory_reserved()`` would be.
         ``expandable_segments`` is as in ``PYTORCH_CUDA_ALLOC_CONF``; ``capacity_bytes`` overrides
-        the virtual GPU's capacity. Raises OutOfMemoryError if the allocator would run out of memory.
+        the virtual GPU's capacity. Raises OutOfMemoryError if the allocator would run out of
+        memory.
 
         Blocks allocated before the record are placed first, and those without an event in it as a
         single block. So start recording before you create the model.
@@ -166,7 +167,7 @@ class MemoryRecord:
 def _allocate_older(
     events: list[MemoryEvent], held_bytes: int, allocator: CachingAllocator
 ) -> None:
-    """Allocate what had been allocated before the first event, on the default stream."""
+    """On the default stream, allocate what had been allocated before the first event."""
     older: dict[int, int] = {}  # block → bytes
     seen = set()
     for event in events:

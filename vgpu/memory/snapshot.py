@@ -170,7 +170,7 @@ class _Trace:
 
 
 def _shown(address: int) -> int:
-    """Map an address below 2^53, since PyTorch's viewer reads addresses as JavaScript numbers."""
+    """Map an address to one below 2^53, since PyTorch's viewer reads it as a JavaScript number."""
     segment, offset = divmod(address, SEGMENT_DISTANCE_BYTES)
     return (segment << 38) + offset
 

@@ -53,8 +53,9 @@ examples:
 """
 
 ADVICE = """\
-To keep less on each GPU: a smaller --batch, --recompute full, --reshard-after-forward, or more ranks
-(--dp-shard, --tp, --pp). --search lists all layouts, batches and recomputation policies that fit."""
+To keep less on each GPU: a smaller --batch, --recompute full, --reshard-after-forward, or more
+ranks (--dp-shard, --tp, --pp). --search lists all layouts, batches and recomputation policies that
+fit."""
 
 MODELS = LLAMA | MIXTRAL
 _SIZES = {

@@ -75,9 +75,9 @@ def least_bytes(
     """Return the minimum number of bytes that a rank holds when its backward pass starts.
 
     The rank holds its part of the parameters and of Adam's two moments in float32. The ``tp`` ranks
-    also share what each block keeps, three float32 tensors the size of the logits (their log-softmax,
-    its gradient, and the logits' gradient) and, with ``gathered_once``, the blocks' parameters in
-    bfloat16. ``tokens`` is the number on all ``tp`` ranks together.
+    also share what each block keeps, three float32 tensors the size of the logits (their
+    log-softmax, its gradient, and the logits' gradient) and, with ``gathered_once``, the blocks'
+    parameters in bfloat16. ``tokens`` is the number on all ``tp`` ranks together.
     """
     state = 12 * sizes.parameters // dp_shard
     kept = sizes.layers * kept_bytes(sizes, tokens, recompute)
@@ -164,7 +164,7 @@ def mesh_step(
         return sent_bytes, cost.group_time_s(name, size_bytes, ranks)
 
     def message(size_bytes: float, pairs: Iterable[tuple[int, int]]) -> tuple[float, float]:
-        """Return the size in bytes, and the slowest pair's time in seconds if all neighbors send at once."""
+        """Return the bytes, and the slowest pair's seconds if all neighbors send at once."""
         return size_bytes, max(cost.group_time_s("send", size_bytes, pair) for pair in pairs)
 
     # What each GPU sends in each dimension: how often, the bytes and seconds each time, and the

@@ -337,7 +337,7 @@ def _computed(
         except BrokenProcessPool as error:
             raise RuntimeError(
                 "a worker process died while predicting plans, perhaps for lack of memory "
-                f"({format_bytes(psutil.virtual_memory().available)} are free now): pass "
+                f"({format_bytes(psutil.virtual_memory().available)} is free now): pass "
                 "processes=1 to predict all plans in this process"
             ) from error
         except BaseException:
@@ -346,7 +346,7 @@ def _computed(
 
 
 def _begin(reader: Connection) -> None:
-    """Set up a worker: compute with one thread, and exit when ``reader`` has no writer anymore."""
+    """Set up a worker: compute with one thread, and exit once ``reader`` no longer has a writer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl+C
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(reader,), daemon=True).start()

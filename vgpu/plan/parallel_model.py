@@ -1,4 +1,4 @@
-"""Divides a transformer, or a pipeline stage, across ranks, with the PyTorch code for each degree.
+"""Divides a transformer, or a pipeline stage, across ranks, using PyTorch's code for each degree.
 
 The same lines apply FSDP2, tensor and context parallelism and recomputation on real ranks, under
 ``launch.run`` or torchrun, and on a rank of ``vgpu.cluster``.
@@ -45,9 +45,9 @@ from vgpu.plan.transformer import Experts, Transformer, TransformerBlock, Transf
 # Each of a layer's three matmuls takes float8 operands and returns bfloat16. The output is computed
 # from the input and the weight (both e4m3). The gradient of each is computed from the output's
 # gradient (e5m2) and the other operand. bfloat16 tensors are scaled by their largest absolute value
-# and cast right before the matmul. The input is saved for the backward pass in float8, as in compiled
-# code: torch.compile saves the smallest form that it finds. A matmul needs its right operand in
-# column-major order, which takes a transposed copy for both gradients.
+# and cast right before the matmul. The input is saved for the backward pass in float8, as in
+# compiled code: torch.compile saves the smallest form that it finds. A matmul needs its right
+# operand in column-major order, which takes a transposed copy for both gradients.
 #
 # With tensor parallelism, each rank casts its part of a sequence, and the gathered tensors are
 # float8: the inputs of column-wise layers, and the output gradients of row-wise ones. The largest
@@ -55,8 +55,8 @@ from vgpu.plan.transformer import Experts, Transformer, TransformerBlock, Transf
 #
 # Not modeled: FSDP2's all-gather in float8. Here, it gathers bfloat16, and each rank casts that.
 #
-# Sources: pytorch/ao, torchao/float8/float8_linear.py (``tensorwise``) and float8_tensor_parallel.py;
-# and torchtitan, which converts every layer except the output.
+# Sources: pytorch/ao, torchao/float8/float8_linear.py (``tensorwise``) and
+# float8_tensor_parallel.py; and torchtitan, which converts every layer except the output.
 
 
 INPUTS, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
@@ -116,8 +116,8 @@ class LastCast:
 class _Product(torch.autograd.Function):
     """A matmul of (..., inputs) by (outputs, inputs) to (..., outputs).
 
-    ``_Saved`` has its backward and comes first, so that recomputing a block can stop before its last
-    matmul, whose output backward doesn't need. torch.compile leaves that matmul out, too.
+    ``_Saved`` has its backward and comes first, so that recomputing a block can stop before its
+    last matmul, whose output backward doesn't need. torch.compile leaves that matmul out, too.
     """
 
     @staticmethod
@@ -366,7 +366,7 @@ def recomputed(block: nn.Module, forward: Any, recompute: str, compiled: bool = 
 def _keep_every_second_product(saved_until: float) -> Any:
     """Return contexts that save what torchtitan's selective activation checkpointing saves.
 
-    Nothing is saved from the matmul with the number ``saved_until`` on.
+    From matmul number ``saved_until`` on, nothing is saved.
     """
     products = {False: 0, True: 0}
     multiplies = {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default}

@@ -107,7 +107,7 @@ class RankState(NamedTuple):
 
 
 def rank_states(schedule: Schedule, device: int) -> Iterator[tuple[Action, RankState]]:
-    """Yield a pipeline device's actions, with its state before each."""
+    """Yield a pipeline device's actions, each with the device's state before it."""
     kept, done = [0] * schedule.chunks, [0] * schedule.chunks
     before: dict[int, str] = {}
     for action in schedule.rows[device]:
@@ -331,7 +331,7 @@ def _simulated(
     actions: Mapping[tuple[_Kind, ActionContext], vgpu.Timeline],
     ranks: Mapping[int, RecordedRank],
 ) -> PipelineStep:
-    """Simulate the schedule; identical ranks share a recording, and each action's counts once."""
+    """Simulate the schedule; identical ranks share the recordings of their actions and update."""
     schedule = plan.schedule
     alike = {_kind(plan, device): rank for device, rank in reversed(list(ranks.items()))}
     timelines = {

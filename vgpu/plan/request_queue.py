@@ -24,7 +24,7 @@ from vgpu.time.costs import check_count, check_seconds
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A user's request, with the number of prompt tokens and of output tokens."""
+    """A user's request: its numbers of prompt tokens and output tokens."""
 
     arrival_s: float
     prompt: int

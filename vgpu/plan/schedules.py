@@ -251,7 +251,7 @@ def _check_counts(devices: int, micro_batches: int, chunks: int = 1) -> None:
 
 
 class DeadlockError(ValueError):
-    """A schedule's rows wait for each other; the message says which device waits for what.
+    """A schedule's rows wait for each other; the message says which device is waiting for what.
 
     ``at`` maps each device that's stuck to its next action, such as "B0".
     """

@@ -16,15 +16,15 @@ from vgpu.time.costs import check_count
 # Experts, which replace a block's feed-forward layer
 #
 # A router picks ``per_token`` experts for each token. All experts have the same number of slots,
-# which follows from ``capacity``. Tokens are sorted into the slots, and dropped if an expert has none
-# left. Each of SwiGLU's three matmuls is batched over the experts. A capacity of 1 costs as much as
-# dropless training with balanced experts; a larger one, as much as if the busiest expert had that
-# many times the mean load.
+# which follows from ``capacity``. Tokens are sorted into the slots, and dropped if an expert has
+# none left. Each of SwiGLU's three matmuls is batched over the experts. A capacity of 1 costs as
+# much as dropless training with balanced experts; a larger one, as much as if the busiest expert
+# had that many times the mean load.
 #
 # With expert parallelism, each rank has some of the experts, and slots are sent to their ranks and
 # back (all-to-all), forward and backward; as in GShard, each token is sent once per expert. With
-# ``ranks_per_token``, a token's experts are on at most that many ranks. The token is sent to each of
-# them once, along with its weights, and sorted into slots there.
+# ``ranks_per_token``, a token's experts are on at most that many ranks. The token is sent to each
+# of them once, along with its weights, and sorted into slots there.
 #
 # Not modeled: load-balancing losses, the host's wait for token counts, and experts in float8.
 #

@@ -1,4 +1,4 @@
-"""Compute one operation on the CPU, on the values inside virtual tensors; generators."""
+"""CPU computation on the values inside virtual tensors, and random number generators."""
 
 import math
 import re
@@ -14,8 +14,8 @@ from vgpu.tensor.operators import Args, Kwargs, Operator, OperatorInfo
 
 # Random number generators: each virtual GPU has one, based on a CPU generator
 #
-# ``torch.manual_seed`` seeds them all with the same seed, so a virtual GPU draws the same numbers as
-# the CPU, regardless of other devices and of the order in which threads run.
+# ``torch.manual_seed`` seeds them all with the same seed, so a virtual GPU draws the same numbers
+# as the CPU, regardless of other devices and of the order in which threads run.
 
 
 _PlainGenerator = torch.Generator
@@ -85,7 +85,7 @@ class DeviceGenerator(_PlainGenerator):
 
 
 def offset_in(state: torch.Tensor) -> torch.Tensor:
-    """Return the offset in a generator's state, as an int64 tensor that shares the state's memory."""
+    """Return the offset in a generator's state, an int64 tensor that shares the state's memory."""
     return state[-16:-8].view(torch.int64)
 
 
@@ -192,7 +192,7 @@ def _draw(
     info: OperatorInfo, inner_args: Sequence[Any], inner_kwargs: Kwargs, gpu: VirtualGPU
 ) -> Any:
     """Run an operator that draws random numbers, with the call's generator or the GPU's default."""
-    if info.with_generator is None:  # operators without it that do draw have handlers
+    if info.with_generator is None:  # operators that draw without one have handlers
         return info.func(*inner_args, **inner_kwargs)
     generator = generator_for(gpu, inner_kwargs.get("generator"))
     return info.with_generator(*inner_args, **{**inner_kwargs, "generator": generator})
@@ -265,7 +265,8 @@ def set_inner_device(inner_kwargs: Kwargs, gpu: VirtualGPU | None) -> VirtualGPU
 
 def require_room(inner_args: Sequence[Any], inner_kwargs: Kwargs, gpu: VirtualGPU) -> None:
     """Raise torch.OutOfMemoryError before the CPU allocates more memory than the GPU has left."""
-    # A factory's first argument is the size, or a tensor (``*_like``), perhaps followed by the size.
+    # A factory's first argument is the size, or a tensor (``*_like``), perhaps followed by the
+    # size.
     first = size = inner_args[0] if inner_args else None
     if isinstance(first, torch.Tensor) and len(inner_args) > 1:
         size = inner_args[1]

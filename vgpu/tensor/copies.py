@@ -88,8 +88,8 @@ def _waits(args: Args, kwargs: Kwargs) -> bool:
 def _is_same_view(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether both are the same view of the same memory; torch's ``copy_`` then launches no kernel.
 
-    So DDP's reducer copies nothing from a bucket to gradients that are views of it. Its own check,
-    ``is_alias_of``, compares storages, which virtual tensors don't have.
+    So DDP's reducer copies nothing from a bucket to gradients that are views of it. The reducer's
+    own check, ``is_alias_of``, compares storages, which virtual tensors don't have.
     """
     return (
         isinstance(target, VirtualTensor)

@@ -350,7 +350,7 @@ def install(changes: Changes) -> None:
 # Fused attention: CUDA's operators, computed by the CPU's fused kernel. They save the output and
 # one value per row instead of the score matrix, so they use as many bytes as on a GPU, and DTensor
 # and context parallelism can shard them. Strides also match a GPU's, as returned by torch's meta
-# kernels. The CPU's kernel doesn't support dropout, with which
+# kernels. The CPU's kernel doesn't support dropout, so with dropout,
 # torch_patches/attention.py computes attention unfused.
 
 
@@ -363,8 +363,9 @@ def _attention_arguments(
     named = defaults | values
     if named["dropout_p"]:
         raise NotImplementedError(
-            f"fused attention with dropout_p={named['dropout_p']} is not supported on virtual GPUs: "
-            "call torch.nn.functional.scaled_dot_product_attention, which then computes it unfused"
+            f"fused attention with dropout_p={named['dropout_p']} is not supported on virtual "
+            "GPUs: call torch.nn.functional.scaled_dot_product_attention, which then computes it "
+            "unfused"
         )
     return named, gpu
 

@@ -78,7 +78,7 @@ Place = VirtualGPU | Host
 
 
 class TensorMethods(torch.Tensor):
-    """The methods of :class:`vgpu.tensor.tensor.VirtualTensor`; this class is never instantiated."""
+    """The methods of :class:`vgpu.tensor.tensor.VirtualTensor`; never instantiated itself."""
 
     _gpu: VirtualGPU
     _block: Block | None = None  # for shapes, which have no storage with values
@@ -133,7 +133,7 @@ class TensorMethods(torch.Tensor):
         return self._inner.data_ptr()
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Call the handler directly: FSDP1 calls this below Python dispatch, where C++ has no kernel."""
+        """Call the handler: FSDP1 calls this below Python dispatch, where C++ has no kernel."""
         func = torch.ops.aten.record_stream.default
         cls: Any = type(self)
         cls.__torch_dispatch__(func, (cls,), (self, stream))
@@ -202,7 +202,7 @@ class TensorMethods(torch.Tensor):
         return result
 
     def _copy_memory(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Copy the tensor without its gradient; copies of tensors that share memory share it, too."""
+        """Copy the tensor without its gradient; copies share memory if the tensors do."""
         raise NotImplementedError
 
     def __format__(self, format_spec: str) -> str:
@@ -227,9 +227,10 @@ class ShapeMethods(TensorMethods):
         SHAPES.add(cls)
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the block's storage, with its rounded size; it shows which shapes share memory.
+        """Return the block's storage, whose size is rounded; it shows which shapes share memory.
 
-        The inner tensor's storage can't show that, since all shapes with the same metadata share it.
+        The inner tensor's storage can't show that, since all shapes with the same metadata share
+        it.
         """
         block = self._block
         if block is None:
@@ -265,9 +266,9 @@ def no_value(asked: torch.Tensor, operation: str) -> NoValueError:
     name = "item()" if operation == "_local_scalar_dense" else operation
     return NoValueError(
         f"{name} needs the values of a tensor of size {list(asked.size())} on {asked.device}, but "
-        "it is only a shape: it was created or moved in a vgpu.shapes_only() block, where nothing is "
-        "computed. Use only sizes, bytes and virtual time there, or run without shapes_only() to "
-        "get values."
+        "it is only a shape: it was created or moved in a vgpu.shapes_only() block, where nothing "
+        "is computed. Use only sizes, bytes and virtual time there, or run without shapes_only() "
+        "to get values."
     )
 
 
@@ -407,8 +408,8 @@ def _leaving_out(plain: Callable[..., Any]) -> Callable[..., Any]:
     return __torch_function__
 
 
-# Inside torch.func.grad and vmap, C++ wraps each tensor again. The wrapper isn't a virtual tensor, and its
-# device is the C++ device.
+# Inside torch.func.grad and vmap, C++ wraps each tensor again. The wrapper isn't a virtual tensor,
+# and its device is the C++ device.
 
 
 def _device(plain: Any) -> property:

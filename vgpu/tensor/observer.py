@@ -41,13 +41,13 @@ class Observer(Protocol):
     """Called by ``run`` and the handlers; implemented by ``Recording`` (time/recording.py)."""
 
     def before(self, operation: Operation) -> None:
-        """Called before ``operation``. Replaces arguments that are read too early with garbage."""
+        """Called before ``operation``. Puts garbage in place of what it reads too early."""
 
     def after(self, operation: Operation, outputs: Any, result: Result | None) -> None:
         """Called after ``operation``. For shapes, ``result`` is the looked-up result."""
 
     def before_copy(self, source: torch.Tensor) -> torch.Tensor:
-        """Called before a copy. Returns the tensor to read: ``source``, or garbage if it's too early."""
+        """Called before a copy. Returns what to read: ``source``, or garbage if it's too early."""
 
     def after_copy(
         self, source: torch.Tensor, target: torch.Tensor, in_place: bool, waits: bool

@@ -68,8 +68,8 @@ _IN_PLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
 def is_composite(func: Operator) -> bool:
     """Whether C++ decomposes the operator into others, in the same way for every device.
 
-    Exceptions: silu_backward, since CPU and CUDA have their own kernels, and constructors of sparse tensors,
-    which need a device with a C++ allocator.
+    Exceptions: silu_backward, since CPU and CUDA have their own kernels, and constructors of sparse
+    tensors, which need a device with a C++ allocator.
     """
     composite = _has_kernel(func.name(), _COMPOSITE) and not _has_kernel(func.name(), _CPU)
     return composite and not func._schema.name.startswith(("aten::_sparse_", "aten::sparse_"))
@@ -91,8 +91,8 @@ def decompose(func: Operator, args: Args, kwargs: Kwargs) -> Any:
         return func._op_dk(_COMPOSITE, *args, **kwargs)
 
 
-# Operators that C++ decomposes below autograd, in the same way for every device, with intermediate tensors
-# that need memory (tests/vgpu/tensor/test_parts.py).
+# Operators that C++ decomposes below autograd, in the same way for every device, with intermediate
+# tensors that need memory (tests/vgpu/tensor/test_parts.py).
 OF_SEVERAL = {
     f"aten::{name}"
     for name in (
@@ -273,7 +273,7 @@ def always(args: Args, kwargs: Kwargs) -> bool:
 def in_parts(*names: str, when: Condition = always) -> Callable[[Handler], Handler]:
     """Decorate the function that runs the operators ``names`` in parts if ``when(args, kwargs)``.
 
-    The function calls the operators that the call consists of on CUDA, each of which goes through
+    The function calls the operators that make up the call on CUDA, each of which goes through
     ``run``. A name without an overload refers only to the overload "default".
     """
 
@@ -412,8 +412,8 @@ class OperatorInfo:
         """Whether the host must wait for a value in this call.
 
         With masks, the host must know how many elements they select, unless a single value is
-        filled in with a single mask (``canDispatchToMaskedFill``; it also asks for a value on the
-        CPU, and a Python number is only there on CUDA). Masks reach this point only in calls on
+        filled in with a single mask (``canDispatchToMaskedFill``, which also requires the value
+        to be on the CPU; on CUDA, a Python number is). Masks reach this point only in calls on
         shapes: for tensors with values, parts.py has already converted them to indices.
         """
         if not self.indexes:

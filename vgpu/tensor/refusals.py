@@ -260,8 +260,8 @@ _NAMES = {
 #
 # Only calls that mix GPUs, or a GPU and the CPU, are checked. On CUDA, three kinds of code do this:
 # TensorIterator for elementwise operators, generated code for most others, and the indexing code
-# itself. Operators marked ``device_check: NoCheck`` in native_functions.yaml do their own checks, or
-# accept operands on other devices; they're listed below.
+# itself. Operators marked ``device_check: NoCheck`` in native_functions.yaml do their own checks,
+# or accept operands on other devices; they're listed below.
 
 
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -331,8 +331,8 @@ def _check_hosts(func: Operator, args: Args, kwargs: Kwargs) -> None:
             raise RuntimeError(
                 f"{func._schema.name} got tensors from two hosts: {name}, of size "
                 f"{list(tensor.size())}, is on {tensor.device}, and so is another, but one of the "
-                "two was created before a vgpu.cluster block, or in one that has ended. Create both in "
-                "the block, or move one into it through the host: x.cpu().to(...)"
+                "two was created before a vgpu.cluster block, or in one that has ended. Create "
+                "both in the block, or move one into it through the host: x.cpu().to(...)"
             )
 
 
@@ -410,8 +410,8 @@ def _check_scalar(func: Operator, args: Args, kwargs: Kwargs) -> None:
         )
 
 
-# Arguments that the host reads: lengths of packed sequences, the learning rate of fused optimizers, and the
-# factors of _foreach_addcmul.
+# Arguments that the host reads: lengths of packed sequences, the learning rate of fused optimizers,
+# and the factors of _foreach_addcmul.
 _MAY_BE_ON_CPU = {"lengths", "batch_sizes", "lr", "scalars"}
 
 # The argument that the kernel copies to its GPU, or reads on the host, whatever device it's on.

@@ -1,7 +1,7 @@
 """The block ``with shapes_only():``, in which tensors have shapes, but no values.
 
-Models of any size run without arithmetic, and without memory for values. Devices, autograd, modules,
-optimizers, streams, memory counters and recordings work as usual.
+Models of any size run without arithmetic, and without memory for values. Devices, autograd,
+modules, optimizers, streams, memory counters and recordings work as usual.
 
 Tensors created on the host (``torch.empty(...)`` in the block) are shapes, too. Tensors created
 from Python or NumPy data (``torch.tensor([1, 2])``) stay real until they're moved to a GPU, and so
@@ -55,10 +55,10 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Make tensors that are created, computed, or moved to a virtual GPU in the block shapes.
+    """In the block, tensors that are created, computed, or moved to a virtual GPU are shapes.
 
-    A model that's moved inside the block permanently loses its values. Raises RuntimeError if virtual
-    GPUs aren't enabled.
+    A model that's moved inside the block permanently loses its values. Raises RuntimeError if
+    virtual GPUs aren't enabled.
     """
     if gpus.device_count() == 0:
         raise RuntimeError("shapes_only needs virtual GPUs: call vgpu.enable(count) first")
@@ -84,7 +84,7 @@ def trunc_normal(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 def _of_values(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap DDP's check that all ranks have the same parameters: it needs values, so skip it for shapes."""
+    """Wrap DDP's check that ranks have the same parameters: it needs values, so skip shapes."""
 
     @functools.wraps(plain)
     def _verify_param_shape_across_processes(

@@ -1,10 +1,10 @@
 """The tensors of a virtual GPU, and how every operation on them runs. Start reading at ``run``.
 
-A :class:`VirtualTensor` wraps a CPU tensor that holds the values; a :class:`ShapeTensor` wraps a meta
-tensor, without values. To C++, both are tensors without storage on ``lazy:k``. That device type was
-chosen because autograd keeps its index (the backward of a copy between two virtual GPUs copies back)
-and runs its backward pass in the CPU's queue, and because torch ships no kernels for it, so tensors
-created by autograd's formulas are dispatched to ``run`` as well.
+A :class:`VirtualTensor` wraps a CPU tensor that holds the values; a :class:`ShapeTensor` wraps a
+meta tensor, without values. To C++, both are tensors without storage on ``lazy:k``. That device
+type was chosen because autograd keeps its index (the backward of a copy between two virtual GPUs
+copies back) and runs its backward pass in the CPU's queue, and because torch ships no kernels for
+it, so tensors created by autograd's formulas are dispatched to ``run`` as well.
 """
 
 import copy
@@ -59,8 +59,8 @@ set_cpp_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 class VirtualTensor(TensorMethods):
     """A tensor on a virtual GPU; created by torch's own functions, never directly."""
 
-    # There are no slots, because a plain tensor that becomes virtual (torch_patches/functions.py) has none.
-    # torch's functions run unchanged; only TensorMethods knows the virtual device's name.
+    # There are no slots, because a plain tensor that becomes virtual (torch_patches/functions.py)
+    # has none. torch's functions run unchanged; only TensorMethods knows the virtual device's name.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -137,8 +137,9 @@ def run(
 ) -> Any:
     """Run one operation on virtual tensors; every operation comes through here.
 
-    ``mode`` is None for tensors with values. For shapes, it's the dispatch mode of the ``shapes_only()``
-    block that the call came through, or a null context. For ``for_handler``, see ``run_unrecorded``.
+    ``mode`` is None for tensors with values. For shapes, it's the dispatch mode of the
+    ``shapes_only()`` block that the call came through, or a null context. For ``for_handler``, see
+    ``run_unrecorded``.
     """
     info = KNOWN.get(id(func)) or info_of(func)
     now: Observer | None = None
@@ -273,9 +274,9 @@ def unwrap(
 
 
 def named_values(func: Operator, args: Args, kwargs: Kwargs) -> tuple[Kwargs, VirtualGPU]:
-    """Return the arguments by name, with CPU tensors in place of virtual ones, and the GPU; for handlers.
+    """Return the arguments by name, with CPU tensors in place of virtual ones, and the GPU.
 
-    Raises RuntimeError if the devices differ.
+    This is for handlers. Raises RuntimeError if the devices differ.
     """
     named = named_arguments(func, args, kwargs)
     inputs: list[VirtualTensor] = []
@@ -342,7 +343,7 @@ def wrap(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> VirtualTensor
 
 
 def wrap_result(result: Any, gpu: VirtualGPU | None, operation: str) -> Any:
-    """Wrap each tensor in a result; numbers, and tensors on a real device, are returned unchanged."""
+    """Wrap each tensor in a result; return numbers, and tensors on a real device, unchanged."""
     if isinstance(result, torch.Tensor):
         return result if gpu is None else wrap(result, gpu, operation)
     if isinstance(result, list | tuple):
@@ -395,7 +396,7 @@ def _clean_up(
 
 
 def refresh(changed: VirtualTensor, operation: str) -> None:
-    """Update the size, strides and bytes of a tensor to those of its values, after an in-place call."""
+    """After an in-place call, update a tensor's size, strides and bytes to those of its values."""
     values, gpu = changed._inner, changed._gpu
     for part in strided_parts(values):
         block = count_bytes(part, gpu, operation)

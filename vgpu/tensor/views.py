@@ -88,7 +88,7 @@ def _refuses_changes(base: torch.Tensor) -> bool:
 
 
 def _take_by_strides(view: Any, base: Any, like: Any) -> None:
-    """Make ``view`` an ``as_strided`` view of ``base`` with the size, strides and offset of ``like``.
+    """Make ``view`` an ``as_strided`` view of ``base`` with ``like``'s size, strides and offset.
 
     Its values stay in their own memory: ``base.data = other`` may have moved the base to other
     memory.

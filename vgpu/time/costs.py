@@ -42,7 +42,7 @@ from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments, tenso
 
 # The speed of fused attention, from published measurements of its kernels
 #
-# These kernels reach a different share of a GPU's peak than matmuls, so they have their own figures.
+# The kernels reach a different share of a GPU's peak than matmuls, so they have their own figures.
 # The longer the sequence, the closer a kernel gets to its top speed, because the start and end of
 # each tile, and tiles that the mask cuts in half, matter less. ``best / (1 + tokens / length)``
 # matches the bars in the FlashAttention-2 paper to within 4%. On long sequences, a causal mask
@@ -51,8 +51,8 @@ from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments, tenso
 # FLOPs are counted as in the papers: two matmuls in the forward pass and five in the backward pass,
 # or half as many FLOPs with a causal mask.
 #
-# Not modeled: too few heads and sequences to fill the GPU (the figures are for 16k tokens in total),
-# dropout, and heads wider than 128, which are assumed to be as fast as heads of width 128.
+# Not modeled: too few heads and sequences to fill the GPU (the figures are for 16k tokens in
+# total), dropout, and heads wider than 128, which are assumed to be as fast as heads of width 128.
 
 
 class Attention(NamedTuple):

@@ -1,7 +1,7 @@
 """Finds out who issues an operation: which host thread, on which stream, in which module and pass.
 
 The host has multiple threads: the main thread, DataParallel's threads, and the autograd engine's,
-one per GPU, which launch operations from C++, without the GIL. No callback tells when
+one per GPU, which launch operations from C++, without the GIL. No callback reports that
 ``backward()`` has returned, so the next operation, issued by its caller or in another pass, makes
 the caller's thread and streams wait for the pass.
 

@@ -296,7 +296,7 @@ class GrowingProgram:
         self.wait_enqueued(stream, other)
 
     def wait_enqueued(self, stream: RecordedStream, other: RecordedStream) -> None:
-        """Do the same as ``wait_stream`` for a collective, which doesn't end compiled code."""
+        """Do what ``wait_stream`` does, but for a collective, so without ending compiled code."""
         event = self._begin_event(RecordEvent(other.index))
         self.steps.append(WaitEvent(stream.index, event))
         _merge(stream.clock, other, other.count, other.clock)
@@ -332,7 +332,7 @@ class GrowingProgram:
     def query_stream(self, stream: RecordedStream) -> bool:
         """Whether everything enqueued on the stream has finished.
 
-        If so, it happens before later work of the host.
+        If so, that work happens before the host's later work.
         """
         self.break_graph(stream)
         event = self._begin_event(RecordEvent(stream.index))

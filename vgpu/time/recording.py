@@ -179,7 +179,7 @@ class Recording:
     # Operations: called by run in vgpu/tensor/tensor.py
 
     def before(self, operation: Operation) -> None:
-        """Determine the stream and thread; replace inputs that are read too early with garbage."""
+        """Determine stream and thread; put garbage in place of inputs that are read too early."""
         info, inputs, written = operation.info, operation.inputs, operation.written
         if info.launches_nothing:
             self.call_sites.note(info.name, operation.gpu)
@@ -403,7 +403,7 @@ class Recording:
         if self.program.several_streams:  # nothing fuses across streams
             writes = self._writes_of(_on_gpus((*read, *written)))
             self._need([write for write in writes if write and write.stream is not stream], host)
-        if written:  # deferred results elsewhere in the written blocks must not get lost
+        if written:  # deferred results elsewhere in the written blocks must not be lost
             parts = [part for part in _on_gpus(written) if not is_whole(part)]
             self._need(self._writes_of(parts), host)
 

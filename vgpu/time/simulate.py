@@ -1,4 +1,4 @@
-"""Turns steps into a timeline: with other costs (``replay``) or for multiple ranks (``joined``)."""
+"""Turns steps into a timeline, with new costs (``replay``) or for several ranks (``joined``)."""
 
 import gc
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from vgpu.time.timeline import Timeline, TraceEvent, in_order
 
 
 class Deadlock(RuntimeError):
-    """Ranks that are simulated together wait for each other, or for one that has finished."""
+    """Ranks simulated together are waiting for each other, or for one that has finished."""
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def simulate(programs: Sequence[Program]) -> Timeline:
 
 
 def replay(timeline: Timeline, **changes: Any) -> Timeline:
-    """Simulate the same operations again, with other costs.
+    """Simulate the same operations again, with different costs.
 
     ``changes`` are fields of CostModel by name, such as ``arithmetic_share=0.3``, ``link="PCIe 4"``
     or ``network="Ethernet 100"``; ``gpu``, a preset or a GPUSpec, switches to another GPU, and to
@@ -74,7 +74,7 @@ def replay_beside(timeline: Timeline, others: Iterable[TraceEvent]) -> Timeline:
 
 
 def joined(timelines: Sequence[Timeline]) -> Timeline:
-    """Join timelines of ranks that were recorded separately, with their waits for each other.
+    """Join timelines of ranks that were recorded separately, including waits for each other.
 
     The ranks' clocks start together and synchronize at collectives and messages: each of these
     starts when all of its recorded ranks are ready, and ranks without a recording are assumed to be

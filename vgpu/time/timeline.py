@@ -1,4 +1,4 @@
-"""The result of a simulation: what ran where, and when; and that as a trace."""
+"""The result of a simulation: what ran where and when, also as a trace."""
 
 import functools
 import json
@@ -240,7 +240,7 @@ _COLLECTIVES = {
 
 
 def trace_of(timeline: Timeline, rank: int | None) -> Row:
-    """Return the contents of the file, for one rank or (if None) for all ranks; times are in µs."""
+    """Return the file's contents, for one rank or (if None) for all ranks; times are in µs."""
     position = None if rank is None else timeline.ranks.index(rank)
     writer = _Writer(timeline)
     rows = [
@@ -421,7 +421,7 @@ def _span(category: str, name: str, start_s: float, end_s: float) -> Row:
 
 
 def _whole_ns(time_s: float) -> float:
-    """Convert to µs, in whole ns, as readers do.
+    """Convert to µs, rounded to whole ns, as readers do.
 
     Rounding durations separately would make spans overlap.
     """

@@ -7,7 +7,7 @@ first kernel, in torch's order, that's enabled (``torch.nn.attention.sdpa_kernel
 inputs on this GPU; if there's none, it raises an error. On an A100, that's flash attention for
 float16 and bfloat16 without a mask, memory-efficient attention for float32 or with a mask, and the
 math implementation for float64. In place of cuDNN's kernel, one of the other two fused kernels
-runs; they save the same number of bytes. Attention that the CPU's fused kernel doesn't support,
+runs, which saves as many bytes. Attention that the CPU's fused kernel doesn't support,
 such as with dropout, is computed unfused.
 """
 
@@ -193,7 +193,7 @@ def _has_cpu_kernel(parts: list[torch.Tensor], mask: torch.Tensor | None, dropou
 
 
 def _bias(mask: torch.Tensor | None, parts: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return the bias that's added to the scores; a boolean mask excludes positions where it's False."""
+    """Return the bias to add to the scores; a boolean mask excludes positions where it's False."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     bias = torch.zeros_like(mask, dtype=parts[0].dtype)
@@ -203,11 +203,11 @@ def _bias(mask: torch.Tensor | None, parts: list[torch.Tensor]) -> torch.Tensor 
 # The functions of the ``flash_attn`` package, for use if it isn't installed
 #
 # ``flash_attn`` can't be built without CUDA. Here, its functions call
-# ``scaled_dot_product_attention``, which takes as much time and memory as flash attention. Arguments
-# and layouts are those of flash_attn 2 (https://github.com/Dao-AILab/flash-attention): heads come
-# after the sequence, and a causal mask is aligned to the bottom-right corner. ``softcap``,
-# ``alibi_slopes`` and ``return_attn_probs`` aren't supported. Of the package's layers, rotary
-# embeddings and normalization are included, as plain operations.
+# ``scaled_dot_product_attention``, which takes as much time and memory as flash attention.
+# Arguments and layouts are those of flash_attn 2 (https://github.com/Dao-AILab/flash-attention):
+# heads come after the sequence, and a causal mask is aligned to the bottom-right corner.
+# ``softcap``, ``alibi_slopes`` and ``return_attn_probs`` aren't supported. Of the package's layers,
+# rotary embeddings and normalization are included, as plain operations.
 
 
 __version__ = "2.8.3"
@@ -368,7 +368,7 @@ def layer_norm_fn(
 def _mask(
     queries: int, keys: int, causal: bool, window: tuple[int, int], device: torch.device
 ) -> torch.Tensor | None:
-    """Return a mask, True where a query attends to a key; None if every query attends to all keys."""
+    """Return a mask, True where a query attends to a key; None if all attend to all keys."""
     left, right = window[0], 0 if causal else window[1]
     if left < 0 and right < 0:
         return None
@@ -393,12 +393,12 @@ def _refuse(left_out: dict[str, Any]) -> None:
 
 # ``flex_attention``, computed by PyTorch's own eager implementation
 #
-# PyTorch has a kernel for CUDA, and an eager implementation with plain operators that stores the full
-# score matrix (``math_attention`` in torch/_higher_order_ops/flex_attention.py). Autograd goes
+# PyTorch has a kernel for CUDA, and an eager implementation with plain operators that stores the
+# full score matrix (``math_attention`` in torch/_higher_order_ops/flex_attention.py). Autograd goes
 # through the latter, so tensors that ``score_mod`` uses get gradients, too. As in the kernel, the
 # backward pass recomputes the scores, and only the inputs and outputs are saved for it. One
-# difference remains: while the eager implementation runs, all scores count as allocated, whereas the
-# kernel never stores them all.
+# difference remains: while the eager implementation runs, all scores count as allocated, whereas
+# the kernel never stores them all.
 
 
 _MODULE = "torch.nn.attention.flex_attention"

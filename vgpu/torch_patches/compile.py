@@ -48,14 +48,15 @@ def _skip_own_files(module: ModuleType, changes: Changes) -> None:
 
 
 def _refuse_triton(module: ModuleType, changes: Changes) -> None:
-    """Say what a Triton kernel lacks, instead of "0 active drivers", on a machine without a GPU."""
+    """Say what a Triton kernel needs, instead of "0 active drivers", on a machine without a GPU."""
 
     def make(plain: Callable[[], Any]) -> Callable[[], Any]:
         @functools.wraps(plain)
         def _create_driver() -> Any:
             try:
                 return plain()
-            except RuntimeError as error:  # NotImplementedError is one, for code that catches it
+            except RuntimeError as error:
+                # NotImplementedError is a RuntimeError, so code that expects one still catches it.
                 raise NotImplementedError(
                     "Triton kernels need a real GPU and are not supported on virtual GPUs: use a "
                     "version of the operation that calls PyTorch's operators"
@@ -122,9 +123,9 @@ def _say_once(function: Callable[..., Any]) -> None:
         _has_said = True
         name = getattr(function, "__qualname__", type(function).__name__)
         warnings.warn(
-            f"torch.compile on virtual GPUs: {name} runs uncompiled, operator by operator, with the "
-            "same results; a recording of virtual time counts it as compiled. This is true for all "
-            "compiled functions and is shown only once",
+            f"torch.compile on virtual GPUs: {name} runs uncompiled, operator by operator, with "
+            "the same results; a recording of virtual time counts it as compiled. This is true for "
+            "all compiled functions and is shown only once",
             stacklevel=3,
         )
 
@@ -144,7 +145,7 @@ def _is_virtual_call(function: Callable[..., Any], args: Any, kwargs: Any) -> bo
 
 
 def _places(value: Any, depth: int, seen: set[int]) -> Iterator[bool]:
-    """Yield, for each tensor and device found in ``value``, whether it's on, or is, a virtual GPU."""
+    """Yield, for each tensor and device in ``value``, whether it's on, or is, a virtual GPU."""
     if isinstance(value, torch.Tensor):
         yield isinstance(value, VirtualTensor) or is_virtual_device(value.device)
     elif isinstance(value, torch.device):

@@ -1,4 +1,4 @@
-"""Names that only ``torch.cuda`` has, added to ``torch.vgpu`` for programs whose ``cuda`` is ``vgpu``.
+"""Names that only ``torch.cuda`` has, added to ``torch.vgpu`` if a program's cuda means vgpu.
 
 Many packages import such a name, or use it with ``isinstance``, but never call it. So a class,
 function or module of that name exists, and using it raises NotImplementedError. Programs written

@@ -57,7 +57,7 @@ def nccl_is_available(plain: Callable[..., bool]) -> Callable[..., bool]:
 
 @functools.cache
 def copy_stream(device: torch.device) -> torch.Stream | None:
-    """Return a device's background stream for copies from the CPU (``torch.nn.parallel._functions``)."""
+    """Return a device's background stream for CPU copies (``torch.nn.parallel._functions``)."""
     return None if device.type == "cpu" else device_module.Stream(device)
 
 
@@ -68,7 +68,7 @@ def scatter(
     dim: int = 0,
     streams: Any = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Split ``tensor`` along ``dim`` into one chunk per device; fewer if the dimension is too small.
+    """Split ``tensor`` along ``dim`` into a chunk per device; fewer if the dimension is too small.
 
     ``streams`` has the stream for each device's copy, or None for the current one. The host doesn't
     wait.

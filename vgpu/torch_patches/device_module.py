@@ -1,8 +1,8 @@
 """``torch.vgpu``, the counterpart of ``torch.cuda``. This module itself is registered with torch.
 
-A ``device`` of None means the current device, as in ``torch.cuda``. Some names
-are imported from the files that implement them. The modules ``torch.vgpu.amp``, ``memory``,
-``nvtx`` and ``random`` are created at the end of this file.
+A ``device`` of None means the current device, as in ``torch.cuda``. Some names are imported from
+the files that implement them. The modules ``torch.vgpu.amp``, ``memory``, ``nvtx`` and ``random``
+are created at the end of this file.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ class device_of(device):
 
 
 def stream(stream: Stream | None) -> Any:
-    """Return a context manager that makes ``stream`` and its device current; None changes nothing."""
+    """Return a context manager that makes a stream and its device current; None changes nothing."""
     return device(None) if stream is None else stream
 
 
@@ -149,17 +149,17 @@ def memory_allocated(device: Any = None) -> int:
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    """Return the peak of allocated bytes since the start or the last ``reset_peak_memory_stats``."""
+    """Return the peak of allocated bytes since the start or since ``reset_peak_memory_stats``."""
     return _memory_of(device).peak_bytes
 
 
 def memory_reserved(device: Any = None) -> int:
-    """Return the bytes of the segments that CUDA's caching allocator would hold for the allocations."""
+    """Return the bytes of the segments that CUDA's caching allocator would hold."""
     return _memory_of(device).reserved()[0]
 
 
 def max_memory_reserved(device: Any = None) -> int:
-    """Return the peak of reserved bytes since the start or the last ``reset_peak_memory_stats``."""
+    """Return the peak of reserved bytes since the start or since ``reset_peak_memory_stats``."""
     return _memory_of(device).reserved()[1]
 
 

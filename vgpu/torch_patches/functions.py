@@ -31,8 +31,8 @@ from vgpu.time import streams
 from vgpu.torch_patches import device_module
 from vgpu.torch_patches.undo import Changes
 
-# Functions that compare devices in C++ before they reach a kernel: first those that can be overridden
-# (__torch_function__), then the rest.
+# Functions that compare devices in C++ before they reach a kernel: first those that can be
+# overridden (__torch_function__), then the rest.
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _CHECK_IN_CPP = ("grid_sampler", "tensor_split")
 _ALSO_IN_CPP = (
@@ -106,8 +106,8 @@ def _install_accelerator(changes: Changes) -> None:
 def stand_in_for(torch_class: Any, make: Callable[..., Any]) -> Any:
     """Return a class that replaces one of torch's.
 
-    Calling it calls ``make``; ``isinstance`` and ``issubclass`` use torch's class; subclasses can be defined
-    and instantiated as usual.
+    Calling it calls ``make``; ``isinstance`` and ``issubclass`` use torch's class; subclasses can
+    be defined and instantiated as usual.
     """
 
     class Meta(type(torch_class)):  # type: ignore[misc]
@@ -199,8 +199,8 @@ def without_size(plain: Callable[..., Any]) -> Callable[..., Any]:
         device = torch.empty(0, device=kwargs.get("device")).device
         if gpus.resolve(device) is not None:
             raise RuntimeError(
-                f"a lazy module cannot be created on {device}, a virtual GPU: create it on the CPU, "
-                "call it with a batch there to initialize its parameters, then move it"
+                f"a lazy module cannot be created on {device}, a virtual GPU: create it on the "
+                "CPU, call it with a batch there to initialize its parameters, then move it"
             )
         return plain(cls, *args, **kwargs)
 
@@ -214,8 +214,8 @@ def without_size(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _of_plain_tensors(plain: Callable[..., bool]) -> Callable[..., bool]:
     """Wrap the check for whether torch uses ``foreach`` for tensors by default.
 
-    Gradient clipping uses it for plain tensors, such as gradients, but not for Parameters; here, both
-    are VirtualTensors.
+    Gradient clipping uses it for plain tensors, such as gradients, but not for Parameters; here,
+    both are VirtualTensors.
     """
 
     @functools.wraps(plain)
@@ -265,7 +265,7 @@ def data_across_devices(plain: Any) -> property:
                 setattr(tensor, name, getattr(source, name))
             tensor._given_data = True
             if type(tensor) is VirtualTensor:
-                # They share memory, but changing one tensor's shape later doesn't affect the other's.
+                # They share memory, but changing one's shape later doesn't affect the other's.
                 tensor._inner = source._inner.detach()
 
     return property(plain.__get__, set)
@@ -293,7 +293,7 @@ def _of_other_kind(tensor: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def _keys(tensor: torch.Tensor) -> int:
-    """Return the dispatch keys by which C++ compares two tensors, without those that it can change."""
+    """Return the dispatch keys by which C++ compares two tensors, except those it can change."""
     keys = torch._C._dispatch_keys(tensor)
     for mark in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative):
         keys = keys.remove(mark)
@@ -303,9 +303,9 @@ def _keys(tensor: torch.Tensor) -> int:
 def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
     """Give ``tensor`` the class and contents of ``source``; it stays the same object.
 
-    The two are of different kinds: only one is virtual, or a shape on the host, or an inference tensor.
-    ``requires_grad`` and other attributes are kept; the gradient is moved to the same device.
-    Raises RuntimeError if ``tensor`` isn't a leaf, or is the gradient of another tensor.
+    The two are of different kinds: only one is virtual, or a shape on the host, or an inference
+    tensor. ``requires_grad`` and other attributes are kept; the gradient is moved to the same
+    device. Raises RuntimeError if ``tensor`` isn't a leaf, or is the gradient of another tensor.
     """
     if not tensor.is_leaf:
         raise RuntimeError(
@@ -358,8 +358,9 @@ def _swap(tensor: torch.Tensor, source: torch.Tensor) -> None:
             raise
         raise RuntimeError(
             f"a tensor of size {tuple(tensor.size())} cannot move from {tensor.device} to "
-            f"{source.device}: something in C++ refers to it, as torch.profiler does with record_shapes "
-            "or with_flops. On virtual GPUs, move the model before the profiler begins."
+            f"{source.device}: something in C++ refers to it, as torch.profiler does with "
+            "record_shapes or with_flops. On virtual GPUs, move the model before the profiler "
+            "begins."
         ) from None
     if node is not None:
         _refuse_backward(node)
@@ -383,7 +384,7 @@ def _accumulates(tensor: torch.Tensor) -> Node:
 
 
 def _refuse_backward(node: Node) -> None:
-    """Make existing graphs raise an error: they'd accumulate gradients into the old, unused contents."""
+    """Make existing graphs raise an error: they'd accumulate gradients into the old contents."""
 
     def refuse(grad_outputs: Any) -> None:
         raise RuntimeError(

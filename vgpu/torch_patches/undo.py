@@ -56,7 +56,7 @@ class Changes(contextlib.ExitStack):
     def wrap_function(
         self, name: str, make: Callable[[Any], Any], *owners: Any, for_classes: bool = True
     ) -> None:
-        """Replace a function in all modules that have it; ``__torch_function__`` can still override it.
+        """Replace a function in all modules that have it; ``__torch_function__`` can override it.
 
         ``__torch_function__`` gets the same new function that the modules have, so it can compare
         the two. Without ``for_classes``, only modes can override it, as with the functions in
