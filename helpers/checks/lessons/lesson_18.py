@@ -149,7 +149,7 @@ def draw_from_split_vocabulary(answer: Callable[..., Any]) -> dict[str, Any]:
         best = torch.randint(words, (batch,))
         best[:2] = torch.tensor([words - 1, 0])  # the last rank's last word, the first rank's first
         each = words // ranks
-        own = each * torch.arange(ranks) + torch.randint(each, (batch, ranks))
+        own = each * torch.arange(ranks) + torch.randint(1, each - 1, (batch, ranks))
         logits.scatter_(1, own, 20.0)  # on each rank, a word that noise alone wouldn't find
         logits[torch.arange(batch), best] += 40
 

@@ -126,7 +126,7 @@ def sum_over_ranks(tensor):
                 part=f"torch.empty({_LENGTH}, device=tensor.device)",
                 total="torch.empty(len(tensor), device=tensor.device)",
             ),
-            "dtype",
+            "the same type as input tensor",
         ),
         (_sum(result="tensor"), "rank's own tensor"),
         (
