@@ -152,7 +152,7 @@ def sum_over_ranks(tensor):
             ),
         ),
         ("def sum_over_ranks(tensor):\n    return tensor / 0 + missing", "line 2 of your cell"),
-        ("def sum_over_ranks(tensor):\n    import os\n    os._exit(3)", "exit code 3"),
+        ("def sum_over_ranks(tensor):\n    import os\n    os._exit(3)", "exited with code 3"),
         ("sum_over_ranks = torch.ones(3)", "Pass the function itself"),
     ],
     "6.2": [
