@@ -35,7 +35,7 @@ def on_ranks(
     nprocs: int,
     *args: Any,
     given: str,
-    gpu: str | None = None,
+    gpu: str | None = GPU,
 ) -> list[Any]:
     """Call ``launch.run``; turn errors on ranks into a verdict that says where they happened."""
     try:
