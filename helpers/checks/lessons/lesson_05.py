@@ -90,7 +90,8 @@ def _judge_parts(
     answer: Callable[..., torch.Tensor], gpus: list[torch.device], x: torch.Tensor
 ) -> tuple[float, list[tuple[str, int]]]:
     """Return how far the gradients are from a single GPU's, and the samples that each GPU saw."""
-    single, module = _pair(gpus[0])
+    single = _Noting()
+    module = copy.deepcopy(single).to(gpus[0])
     expected = single(x)
     expected.square().sum().backward()
     module.seen.clear()
@@ -134,12 +135,6 @@ def _judge_parts(
     yours.square().sum().backward()
     hint = "A gradient differs from a single GPU's: is everything in the graph?"
     return expect_gradients(module.parameters(), single.parameters(), hint), seen
-
-
-def _pair(gpu: torch.device) -> tuple[_Noting, _Noting]:
-    """A network on the CPU, and the same one on ``gpu``."""
-    single = _Noting()
-    return single, copy.deepcopy(single).to(gpu)
 
 
 def _samples(seen: list[tuple[str, int]]) -> str:
