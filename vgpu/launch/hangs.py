@@ -268,9 +268,7 @@ def _timeout_s(group: dist.ProcessGroup) -> float:
 def _peer(function: str, thread: int) -> str:
     """Return the other side of a send or recv, as " to rank 1" or " from rank 0"."""
     argument, word = {"send": ("dst", "to"), "recv": ("src", "from")}.get(function, ("", ""))
-    if not argument:
-        return ""
-    variables = _variables(function, thread)
+    variables = _variables(function, thread) if argument else {}
     if not variables:
         return ""
     peer = variables.get(argument)
