@@ -329,7 +329,7 @@ def load_any(answer: Callable[[nn.Module, dict[str, torch.Tensor]], str]) -> dic
                 raise
             except RuntimeError as refused:
                 raise Wrong(
-                    yours=_first_lines(refused),
+                    yours=" ".join(str(refused).split())[:200],  # the list of keys can be long
                     expected=expected,
                     hint='Remove, or add, exactly one "module." at the start of each key, and '
                     "only if the model's own keys differ from the state's.",
@@ -351,8 +351,3 @@ def load_any(answer: Callable[[nn.Module, dict[str, torch.Tensor]], str]) -> dic
         given="the state of an entirely different model",
         hint="strict=False loads nothing and doesn't complain. Leave it out.",
     )
-
-
-def _first_lines(error: RuntimeError) -> str:
-    """The beginning of load_state_dict's message: the list of keys can be long."""
-    return " ".join(str(error).split())[:200]
