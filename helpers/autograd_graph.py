@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -158,13 +157,8 @@ class SavedTensors:
         self._hooks.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._hooks.__exit__(kind, error, traceback)
+    def __exit__(self, *exc_info: Any) -> None:
+        self._hooks.__exit__(*exc_info)
 
 
 def _unpack(kept: _Kept) -> torch.Tensor:

@@ -35,7 +35,7 @@ def on_ranks(
     nprocs: int,
     *args: Any,
     given: str,
-    gpu: str | None = None,
+    gpu: str | None = GPU,
 ) -> list[Any]:
     """Call ``launch.run``; turn errors on ranks into a verdict that says where they happened."""
     try:
@@ -47,31 +47,23 @@ def on_ranks(
             hint="Create it inside the function, on each rank.",
         ) from unsent
     except launch.RanksHung as hang:
-        raise Wrong(
-            yours="no answer: not every rank returned",
-            expected="an answer from every rank",
-            given=given,
-            hint=f"{hang}\nEvery rank must call the same collectives, in the same order, with "
-            "matching sizes.",
-        ) from hang
+        hint = "Every rank must call the same collectives, in the same order, with matching sizes."
+        yours = "no answer: not every rank returned"
+        raise _no_answer(yours, given, f"{hang}\n{hint}") from hang
     except launch.RankRaised as raised:
         cause = raised.__cause__
         if type(cause) is NotImplementedError and not cause.args:
             raise NotImplementedError from raised
         first = str(raised).partition("\n")[0]
-        raise Wrong(
-            yours=first,
-            expected="an answer from every rank",
-            given=given,
-            hint="\n".join(filter(None, (own_line_in(str(raised)), hint_in(first)))) or _TRY_IT,
-        ) from raised
+        hint = "\n".join(filter(None, (own_line_in(str(raised)), hint_in(first)))) or _TRY_IT
+        raise _no_answer(first, given, hint) from raised
     except launch.RankDied as died:
-        raise Wrong(
-            yours=str(died),
-            expected="an answer from every rank",
-            given=given,
-            hint="Sizes or dtypes that differ between ranks can crash a process like this.",
-        ) from died
+        hint = "Sizes or dtypes that differ between ranks can crash a process like this."
+        raise _no_answer(str(died), given, hint) from died
+
+
+def _no_answer(yours: str, given: str, hint: str) -> Wrong:
+    return Wrong(yours=yours, expected="an answer from every rank", given=given, hint=hint)
 
 
 def answer_on_gpu(

@@ -21,7 +21,7 @@ FEATURES, CLASSES = 6, 4
 
 
 class _Token:
-    """An object that lives as long as its autograd node."""
+    """An object that lives as long as its autograd node, or as what a forward saved for backward."""
 
 
 class _Witness(torch.autograd.Function):
@@ -65,10 +65,6 @@ class Watched(nn.Module):
         return logits
 
 
-class _Saved:
-    """An object that lives as long as anything that one forward saved for backward."""
-
-
 class WatchedLinear(nn.Linear):
     """A linear layer that records the number of samples, and of live graphs, on every forward.
 
@@ -80,14 +76,14 @@ class WatchedLinear(nn.Linear):
         super().__init__(in_features, out_features, bias)
         self.samples: list[int] = []
         self.graphs_held: list[int] = []
-        self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+        self._saved: weakref.WeakSet[_Token] = weakref.WeakSet()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self._saved:
             gc.collect()  # a graph in a reference cycle isn't kept, just not collected yet
         self.samples.append(len(input))
         self.graphs_held.append(len(self._saved))
-        saved = _Saved()
+        saved = _Token()
         self._saved.add(saved)
         with torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: (tensor, saved), lambda packed: packed[0]

@@ -31,8 +31,6 @@ class Comparison:
     is None if the backward pass didn't reach the tensor.
     """
 
-    inner: str
-    outer: str
     cut: str
     graph: Graph
     kept_nodes: set[int]
@@ -63,8 +61,6 @@ def compare(inner: str, outer: str, cut: str) -> Comparison:
         if result.requires_grad:
             result.backward()
     return Comparison(
-        inner,
-        outer,
         cut,
         graph,
         kept_nodes,

@@ -81,20 +81,13 @@ def answer_table(result: Answer, gpus: int, gpu: str) -> Table:
     room = vgpu.PRESETS[gpu].memory_bytes
     held = sum(result.held.values())
     verdict = "fits, without activations" if held <= room else "does not fit"
+    how_sent = "by each GPU per step, on average"
     return Table(
         (f"{result.parameters / 1e9:.1f} billion parameters on {gpus} × {gpu}", "", ""),
         [
             ("on each GPU", format_bytes(held), f"of {format_bytes(room)}: {verdict}"),
-            (
-                "sent inside the host",
-                format_bytes(result.inside_bytes),
-                "by each GPU per step, on average",
-            ),
-            (
-                "sent across hosts",
-                format_bytes(result.across_bytes),
-                "by each GPU per step, on average",
-            ),
+            ("sent inside the host", format_bytes(result.inside_bytes), how_sent),
+            ("sent across hosts", format_bytes(result.across_bytes), how_sent),
         ],
         caption="calculated from the model's parameter count; everything is sent in bfloat16",
     )

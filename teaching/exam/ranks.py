@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
-from helpers.checks.on_ranks import GPU, on_ranks
+from helpers.checks.on_ranks import on_ranks
 from vgpu.profiling import CollectiveCalls, count_collectives_on_gpu, own_gpu
 
 
@@ -19,7 +19,7 @@ def largest_of_all(answer: Callable[[torch.Tensor, int], torch.Tensor]) -> dict[
         scores = list(numbers.split(lengths))
         expected = numbers.topk(k).values
         given = f"k = {k} and {ranks} ranks with {lengths} scores"
-        results = on_ranks(_on_gpu, ranks, _largest, answer, scores, k, given=given, gpu=GPU)
+        results = on_ranks(_on_gpu, ranks, _largest, answer, scores, k, given=given)
         for rank, ((yours, place), calls) in enumerate(results):
             hint = "All ranks return the k largest of all scores, in descending order."
             if isinstance(yours, torch.Tensor) and (yours == 0).any():
@@ -92,9 +92,7 @@ def clip_sharded(answer: Callable[..., Any]) -> dict[str, Any]:
         norm = torch.stack([gradient.square().sum() for gradient in whole]).sum().sqrt()
         limit = factor * norm.item()
         given = f"{ranks} ranks, a norm of {norm:.4f}, at most {limit:.4f}"
-        results = on_ranks(
-            _on_gpu, ranks, _clipped, answer, parts, everyone, limit, given=given, gpu=GPU
-        )
+        results = on_ranks(_on_gpu, ranks, _clipped, answer, parts, everyone, limit, given=given)
         scale = min(1.0, factor)
         for rank, ((yours, sharded, replicated), calls) in enumerate(results):
             where = f"{given}; on rank {rank}"
@@ -177,7 +175,7 @@ def likeliest(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
         given = (
             f"{tokens} tokens, {ranks} ranks, each with {words} entries of the vocabulary, bfloat16"
         )
-        results = on_ranks(_on_gpu, ranks, _found, answer, parts, given=given, gpu=GPU)
+        results = on_ranks(_on_gpu, ranks, _found, answer, parts, given=given)
         for rank, ((yours, place), calls) in enumerate(results):
             where = f"{given}; on rank {rank}"
             hint = "Return a word's index for each token, as an integer tensor."

@@ -268,9 +268,7 @@ def _timeout_s(group: dist.ProcessGroup) -> float:
 def _peer(function: str, thread: int) -> str:
     """Return the other side of a send or recv, as " to rank 1" or " from rank 0"."""
     argument, word = {"send": ("dst", "to"), "recv": ("src", "from")}.get(function, ("", ""))
-    if not argument:
-        return ""
-    variables = _variables(function, thread)
+    variables = _variables(function, thread) if argument else {}
     if not variables:
         return ""
     peer = variables.get(argument)
@@ -460,10 +458,10 @@ def _explain_collectives(states: Sequence[RankState | None]) -> list[str]:
     silent = [rank for rank, s in enumerate(states) if s is None or s.stage == STOPPED]
     lines = mismatches(states)
     for record in _oldest(states):
-        records, missing = _records(states, record), _missing(states, record)
+        records = _records(states, record)
         if _is_mismatch(records.values()):
             continue
-        absent = f"{ranks_text(missing)} never arrived" if missing else "no rank is missing"
+        absent = _absent(states, record)
         if silent:
             absent += f"; nothing is known about {ranks_text(silent)}"
         lines.append(f"{record.name}, {_which(record)}: {ranks_text(records)} arrived, {absent}.")
@@ -494,9 +492,7 @@ def mismatches(states: Sequence[RankState | None]) -> list[str]:
         else:
             what = f"Mismatch in {record.name}, {_which(record)}: "
             sides = [f"rank {r} passes {each.tensors}" for r, each in sorted(records.items())]
-        missing = _missing(states, record)
-        absent = f"{ranks_text(missing)} never arrived" if missing else "no rank is missing"
-        lines.append(f"{what}{'; '.join(sides)}; {absent}.")
+        lines.append(f"{what}{'; '.join(sides)}; {_absent(states, record)}.")
     return lines
 
 
@@ -540,6 +536,11 @@ def _missing(states: Sequence[RankState | None], wanted: CollectiveRecord) -> li
         and state.stage != STOPPED
         and state.last_number(wanted.group) < wanted.number
     ]
+
+
+def _absent(states: Sequence[RankState | None], wanted: CollectiveRecord) -> str:
+    missing = _missing(states, wanted)
+    return f"{ranks_text(missing)} never arrived" if missing else "no rank is missing"
 
 
 def _members(states: Sequence[RankState | None], wanted: CollectiveRecord) -> set[int]:

@@ -8,6 +8,7 @@ The model leaves out ``record_stream``, which on CUDA delays the reuse of a bloc
 stream has caught up, and memory that's allocated outside the allocator (the CUDA context, NCCL).
 """
 
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -254,14 +255,10 @@ class CachingAllocator:
 
     def _heads(self) -> Iterator[_Piece]:
         """Yield the first piece of each segment."""
-        for piece in self._mapped():
+        free = (piece for pool in self._pools.values() for _, _, piece in pool.free)
+        for piece in itertools.chain(self._used.values(), free):
             if piece.before is None or not piece.before.is_mapped:
                 yield piece
-
-    def _mapped(self) -> Iterator[_Piece]:
-        yield from self._used.values()
-        for pool in self._pools.values():
-            yield from (piece for _, _, piece in pool.free)
 
     # Reserving and releasing the GPU's memory
 

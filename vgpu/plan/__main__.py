@@ -110,26 +110,18 @@ _COUNTS = {
     "micro_batches": "micro-batches per batch in a pipeline (default: the value of --pp)",
 }
 _SWITCHES = {
-    "wrap_ends": (
-        "--wrap-ends",
-        "wrap the embedding and the output separately in FSDP2, as notebooks/train.py does",
-    ),
-    "float8": (
-        "--float8",
-        "run the matmuls of the blocks' linear layers in float8, with one scale per tensor",
-    ),
-    "fuses": ("--compile", "fuse elementwise operations, as torch.compile does"),
-    "async_tp": (
-        "--async-tp",
-        "with --compile: overlap matmuls, piece by piece, with their collectives within a host "
-        "(asynchronous tensor parallelism)",
-    ),
+    "wrap-ends": "wrap the embedding and the output separately in FSDP2, as notebooks/train.py does",
+    "float8": "run the matmuls of the blocks' linear layers in float8, with one scale per tensor",
+    "compile": "fuse elementwise operations, as torch.compile does",
+    "async-tp": "with --compile: overlap matmuls, piece by piece, with their collectives within a "
+    "host (asynchronous tensor parallelism)",
 }
 _SEARCH = {
     "hosts": "hosts in the cluster; use this in place of a layout",
     "sequences": "maximum number of sequences per step, across all GPUs",
 }
-_COSTS = ("arithmetic_share", "fuses", "async_tp")
+_COSTS = {"arithmetic_share": "arithmetic_share", "compile": "fuses", "async_tp": "async_tp"}
+"""The options that are costs, with the names that ``predict`` has for them."""
 _SEARCHED = ("batch", "recompute", "reshard_after_forward", "trace")
 """Options that can't be combined with ``--search``."""
 _SERVE = {
@@ -180,8 +172,8 @@ def parser() -> argparse.ArgumentParser:
         choices=REDUCE,
         help=f"dtype in which gradients are reduced across ranks (default: {Plan.reduce})",
     )
-    for name, (option, text) in _SWITCHES.items():
-        step.add_argument(option, action="store_true", dest=name, help=text)
+    for name, text in _SWITCHES.items():
+        step.add_argument(f"--{name}", action="store_true", help=text)
     step.add_argument(
         "--gpu",
         metavar="NAME",
@@ -264,7 +256,7 @@ def plan_of(given: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
     sizes = dataclasses.replace(MODELS[given.get("model", "8B")], **own)
     sizes = dataclasses.replace(sizes, experts=_experts(sizes, given))
     layout = Layout(**{name: value for name, value in given.items() if name in _LAYOUT})
-    costs = {name: value for name, value in given.items() if name in _COSTS}
+    costs = {_COSTS[name]: value for name, value in given.items() if name in _COSTS}
     if costs.get("async_tp") and not costs.get("fuses"):
         raise ValueError("--async-tp is a pass of torch.compile: also pass --compile")
     elsewhere = {"model", *_SIZES, *_EXPERTS, *_LAYOUT, *_COSTS}

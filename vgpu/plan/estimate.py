@@ -189,13 +189,10 @@ def mesh_step(
         forward = message(numbers * _WORKING_BYTES, pairs)
         backward = message(numbers * (_WORKING_BYTES + _GRADIENT_BYTES), pairs)
         times = layers * micro_batches
+        # Backward sends once more, until the gradients are back on their own ranks.
         sent["context"] = [
             (times * (context - 1), *forward, block_s),
-            (
-                times * context,
-                *backward,
-                2 * block_s,
-            ),  # once more, until the gradients are back on their own ranks
+            (times * context, *backward, 2 * block_s),
         ]
     if pipeline > 1:
         exposed = 2 * (pipeline - 1)  # the messages that fill and drain the pipeline

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, repeat
 
+from vgpu.time.costs import check_seconds
+
 # Grattafiori et al., 2024, The Llama 3 herd of models, 3.3.4: 419 unexpected interruptions in
 # 54 days on 16,384 H100s.
 LLAMA_3_FAILURES_PER_GPU_S = 419 / (54 * 86_400 * 16_384)
@@ -47,7 +49,8 @@ def expected_goodput(
     estimate of the optimum checkpoint interval for restart dumps.
     """
     _check_positive(interval_s=interval_s, between_failures_s=between_failures_s)
-    _check_not_negative(checkpoint_s=checkpoint_s, restart_s=restart_s)
+    check_seconds("checkpoint_s", checkpoint_s)
+    check_seconds("restart_s", restart_s)
     part_s = interval_s + checkpoint_s
     expected = part_s / between_failures_s  # expected failures during one interval
     if expected > 700:
@@ -132,9 +135,3 @@ def _check_positive(**values: float) -> None:
     for name, value in values.items():
         if not 0 < value < math.inf:
             raise ValueError(f"{name} must be positive and finite, got {value}")
-
-
-def _check_not_negative(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be finite and not negative, got {value}")

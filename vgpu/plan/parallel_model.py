@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,6 +39,9 @@ from tqdm.auto import tqdm
 
 from vgpu.plan.layout import Layout, StageLayers
 from vgpu.plan.transformer import Experts, Transformer, TransformerBlock, TransformerSizes
+
+if TYPE_CHECKING:  # plan.py imports this file
+    from vgpu.plan.plan import Plan
 
 # Linear layers with float8 matmuls, as in the tensorwise recipe of torchao and torchtitan
 #
@@ -393,24 +396,13 @@ class ParallelModel:
     Parameters are gathered in bfloat16.
     """
 
-    def __init__(
-        self,
-        model: Transformer,
-        layout: Layout,
-        mesh: DeviceMesh,
-        *,
-        reduce: str = "float32",
-        float8: bool = False,
-        wrap_ends: bool = False,
-    ) -> None:
+    def __init__(self, model: Transformer, plan: "Plan", mesh: DeviceMesh) -> None:
         """``model`` is on the host, so a GPU needs memory only for its own part.
 
-        ``reduce``, one of ``REDUCE``, is the dtype in which gradients are reduced. With ``float8``,
-        the blocks' linear layers use float8 matmuls. With ``wrap_ends``, FSDP2 wraps embedding and
-        output separately.
+        ``mesh`` is the mesh of the plan's layout.
         """
-        casts = use_float8(model.blocks) if float8 else None
-        self._layout = layout
+        casts = use_float8(model.blocks) if plan.float8 else None
+        self._layout = layout = plan.layout
         self._context = layout.context_mesh("vgpu") if layout.cp > 1 else None
         if layout.tp > 1:
             apply_tp(model, mesh["tp"], casts)
@@ -423,7 +415,7 @@ class ParallelModel:
         self._forwards = [block.forward for block in self._blocks]
         dp = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
         policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, reduce)
+            param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, plan.reduce)
         )
         if layout.ep > 1:
             for block in self._blocks:
@@ -431,7 +423,7 @@ class ParallelModel:
                     fully_shard(block.feed_forward.own, mesh=experts_mesh[dp], mp_policy=policy)
         # With thousands of shards, this takes minutes.
         blocks = progress("sharding blocks", "block", items=self._blocks)
-        ends = (model.embedding, model.output) if wrap_ends else ()  # a stage may lack them
+        ends = (model.embedding, model.output) if plan.wrap_ends else ()  # a stage may lack them
         apply_fsdp(model, [*filter(None, ends), *blocks], mesh[dp], policy)
         self.module: Any = model.to("vgpu")
 
@@ -444,25 +436,19 @@ class ParallelModel:
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
             yield
 
-    def configure(
-        self,
-        recompute: str,
-        reshard_after_forward: bool,
-        recompute_every: int = 1,
-        compiled: bool = False,
-    ) -> None:
+    def configure(self, plan: "Plan", compiled: bool = False) -> None:
         """Set what may change from step to step: the recomputation, and FSDP2's resharding.
 
-        One of every ``recompute_every`` blocks is recomputed. ``compiled`` blocks save less.
+        ``compiled`` blocks save less.
         """
         block: Any
         for index, (block, forward) in enumerate(zip(self._blocks, self._forwards, strict=True)):
-            again = index % recompute_every == 0
-            block.forward = recomputed(block, forward, recompute if again else "none", compiled)
-            block.set_reshard_after_forward(reshard_after_forward, recurse=False)
+            recompute = plan.recompute if index % plan.recompute_every == 0 else "none"
+            block.forward = recomputed(block, forward, recompute, compiled)
+            block.set_reshard_after_forward(plan.reshard_after_forward, recurse=False)
             if self._layout.ep > 1 and isinstance(block.feed_forward, Experts):
                 own: Any = block.feed_forward.own
-                own.set_reshard_after_forward(reshard_after_forward)
+                own.set_reshard_after_forward(plan.reshard_after_forward)
 
 
 def adam(module: nn.Module) -> torch.optim.AdamW:

@@ -199,20 +199,11 @@ class _StageRank:
         sizes = dataclasses.replace(plan.sizes, sequence=plan.tokens_per_sequence)
         self._layers = _stages_of(plan, device)
         models = {
-            stage: ParallelModel(
-                pipeline_stage(sizes, layers),
-                plan.layout,
-                mesh,
-                reduce=plan.reduce,
-                float8=plan.float8,
-                wrap_ends=plan.wrap_ends,
-            )
+            stage: ParallelModel(pipeline_stage(sizes, layers), plan, mesh)
             for stage, layers in self._layers.items()
         }
         for model in models.values():
-            model.configure(
-                plan.recompute, plan.reshard_after_forward, plan.recompute_every, compiled
-            )
+            model.configure(plan, compiled)
         self._stages = {stage: model.module for stage, model in models.items()}
         self.training = next(iter(models.values())).training
         """The context manager for an action, the same for all stages."""

@@ -353,15 +353,7 @@ class Rank:
         """
         self._layout, self._compiled = plan.layout, compiled
         whole = Transformer(dataclasses.replace(plan.sizes, sequence=plan.tokens_per_sequence))
-        mesh = plan.layout.mesh("vgpu")
-        self._parallel = ParallelModel(
-            whole,
-            plan.layout,
-            mesh,
-            reduce=plan.reduce,
-            float8=plan.float8,
-            wrap_ends=plan.wrap_ends,
-        )
+        self._parallel = ParallelModel(whole, plan, plan.layout.mesh("vgpu"))
         self.model = self._parallel.module
         if takes_a_step:
             self.optimizer = adam(self.model)
@@ -372,9 +364,7 @@ class Rank:
     def train(self, plan: Plan) -> None:
         """Run one step."""
         assert plan.layout == self._layout
-        self._parallel.configure(
-            plan.recompute, plan.reshard_after_forward, plan.recompute_every, self._compiled
-        )
+        self._parallel.configure(plan, self._compiled)
         size = (plan.batch, plan.tokens_per_sequence)
         for _ in range(min(plan.accumulate, _RECORDED_MICRO_BATCHES)):
             tokens = torch.randint(plan.sizes.vocabulary, size, device="vgpu")

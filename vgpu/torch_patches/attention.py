@@ -13,7 +13,6 @@ such as with dropout, is computed unfused.
 
 import functools
 import importlib.util
-import itertools
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -297,11 +296,9 @@ def flash_attn_varlen_func(
     one.
     """
     with recording.paused():  # on a GPU, the kernel itself reads the lengths
-        bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    lengths_q, lengths_k = (
-        [end - begin for begin, end in itertools.pairwise(bounds)]
-        for bounds in (bounds_q, bounds_k)
-    )
+        lengths_q, lengths_k = (
+            bounds.cpu().diff().tolist() for bounds in (cu_seqlens_q, cu_seqlens_k)
+        )
     queries, keys, values = q.split(lengths_q), k.split(lengths_k), v.split(lengths_k)
     return torch.cat(
         [

@@ -4,7 +4,6 @@ import os
 import random
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -272,11 +271,8 @@ def _settings() -> Iterator[tuple[str | None, int, str]]:
     cards = random.randint(3, 12)
     order = random.sample(range(cards), random.randint(2, cards - 1))
 
-    def spelled(numbers: list[int]) -> str:
-        return ",".join(map(str, numbers))
-
     hint = "The ordinal is a position in the list, counted from 0; past its end, return None."
-    yield spelled(order), cards, hint
+    yield ",".join(map(str, order)), cards, hint
     yield None, cards, "None means that the variable isn't set: every card is visible, in order."
     yield "", cards, "A variable that's set but empty hides every card."
 
@@ -287,13 +283,6 @@ def _spell(visible: str | None) -> str:
 
 def _as_torch_counts(visible: str | None, cards: int) -> list[int]:
     """Return the physical card behind each ordinal, as PyTorch itself reads the variable."""
-    with _machine(visible, cards):
-        count = torch.cuda._device_count_nvml()
-        return [torch.cuda._get_nvml_device_index(ordinal) for ordinal in range(count)]
-
-
-@contextmanager
-def _machine(visible: str | None, cards: int) -> Iterator[None]:
     environment = {
         name: value for name, value in os.environ.items() if not name.endswith("_VISIBLE_DEVICES")
     }
@@ -303,4 +292,5 @@ def _machine(visible: str | None, cards: int) -> Iterator[None]:
         mock.patch.dict(os.environ, environment, clear=True),
         mock.patch("torch.cuda._raw_device_count_nvml", return_value=cards),
     ):
-        yield
+        count = torch.cuda._device_count_nvml()
+        return [torch.cuda._get_nvml_device_index(ordinal) for ordinal in range(count)]

@@ -90,7 +90,8 @@ def _judge_parts(
     answer: Callable[..., torch.Tensor], gpus: list[torch.device], x: torch.Tensor
 ) -> tuple[float, list[tuple[str, int]]]:
     """Return how far the gradients are from a single GPU's, and the samples that each GPU saw."""
-    single, module = _pair(gpus[0])
+    single = _Noting()
+    module = copy.deepcopy(single).to(gpus[0])
     expected = single(x)
     expected.square().sum().backward()
     module.seen.clear()
@@ -134,12 +135,6 @@ def _judge_parts(
     yours.square().sum().backward()
     hint = "A gradient differs from a single GPU's: is everything in the graph?"
     return expect_gradients(module.parameters(), single.parameters(), hint), seen
-
-
-def _pair(gpu: torch.device) -> tuple[_Noting, _Noting]:
-    """A network on the CPU, and the same one on ``gpu``."""
-    single = _Noting()
-    return single, copy.deepcopy(single).to(gpu)
 
 
 def _samples(seen: list[tuple[str, int]]) -> str:
@@ -334,7 +329,7 @@ def load_any(answer: Callable[[nn.Module, dict[str, torch.Tensor]], str]) -> dic
                 raise
             except RuntimeError as refused:
                 raise Wrong(
-                    yours=_first_lines(refused),
+                    yours=" ".join(str(refused).split())[:200],  # the list of keys can be long
                     expected=expected,
                     hint='Remove, or add, exactly one "module." at the start of each key, and '
                     "only if the model's own keys differ from the state's.",
@@ -356,8 +351,3 @@ def load_any(answer: Callable[[nn.Module, dict[str, torch.Tensor]], str]) -> dic
         given="the state of an entirely different model",
         hint="strict=False loads nothing and doesn't complain. Leave it out.",
     )
-
-
-def _first_lines(error: RuntimeError) -> str:
-    """The beginning of load_state_dict's message: the list of keys can be long."""
-    return " ".join(str(error).split())[:200]

@@ -9,7 +9,7 @@ import torch
 
 from helpers.checks.core import Wrong, exercise, expect_close, for_input
 from helpers.checks.describing import describe
-from helpers.checks.on_ranks import GPU, answer_on_gpu, on_ranks
+from helpers.checks.on_ranks import answer_on_gpu, on_ranks
 from vgpu.profiling import count_collectives_on_gpu
 
 
@@ -20,7 +20,7 @@ def all_reduce_of_two_halves(answer: Callable[[torch.Tensor], torch.Tensor]) -> 
         tensors = [torch.randint(-99, 99, (length,)).to(dtype) for _ in range(ranks)]
         kind = str(dtype).removeprefix("torch.")
         given = f"{ranks} ranks, each with {length} {kind} elements"
-        results = on_ranks(answer_on_gpu, ranks, answer, tensors, given=given, gpu=GPU)
+        results = on_ranks(answer_on_gpu, ranks, answer, tensors, given=given)
         for rank, (yours, calls) in enumerate(results):
             with for_input(f"{given}; on rank {rank}"):
                 names = [name for name, _ in calls]
@@ -77,7 +77,7 @@ def mean_over_unequal_shards(answer: Callable[[torch.Tensor], Any]) -> dict[str,
         shards = [torch.rand(length) + 5 * rank for rank, length in enumerate(lengths)]
         expected = torch.cat(shards).mean()
         given = f"{ranks} ranks with {', '.join(map(str, lengths))} values"
-        results = on_ranks(answer_on_gpu, ranks, answer, shards, given=given, gpu=GPU)
+        results = on_ranks(answer_on_gpu, ranks, answer, shards, given=given)
         for rank, (yours, calls) in enumerate(results):
             with for_input(f"{given}; on rank {rank}"):
                 number = _number(yours)
@@ -171,9 +171,7 @@ def stop_together(repaired: Callable[..., list[float]]) -> dict[str, Any]:
         expected = _averages(losses, limit)
         most = min(len(expected) + 1, len(losses[0]))
         given = f"losses {losses}, limit {limit}"
-        results = on_ranks(
-            count_collectives_on_gpu, ranks, repaired, losses, limit, given=given, gpu=GPU
-        )
+        results = on_ranks(count_collectives_on_gpu, ranks, repaired, losses, limit, given=given)
         for rank, (yours, calls) in enumerate(results):
             with for_input(f"rank {rank}, {given}"):
                 _judge_averages(yours, expected, losses, limit)
@@ -257,7 +255,7 @@ def ring_all_reduce(answer: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
         tensors = [torch.randint(1, 9, (length,)).float() * 10**rank for rank in range(ranks)]
         total = torch.stack(tensors).sum(0)
         given = f"{ranks} ranks, each with {length} elements"
-        results = on_ranks(answer_on_gpu, ranks, answer, tensors, given=given, gpu=GPU)
+        results = on_ranks(answer_on_gpu, ranks, answer, tensors, given=given)
         for rank, (yours, calls) in enumerate(results):
             with for_input(f"{given}; on rank {rank}"):
                 sizes = [size for name, size in calls if name == "send"]

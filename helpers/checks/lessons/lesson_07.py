@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
-from helpers.checks.on_ranks import GPU, on_ranks, run_backward
+from helpers.checks.on_ranks import on_ranks, run_backward
 from helpers.checks.watchers import WatchedLinear, count_sent, expect_one_micro_batch
 from vgpu.profiling import count_collectives_on_gpu, own_gpu
 
@@ -58,8 +58,8 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
             return count_collectives_on_gpu(rank, world_size, steps_of, x, y, wrap)
 
         given = f"{ranks} ranks with different seeds, 3 steps of {len(x[0]) // ranks} samples each"
-        results = on_ranks(run_counted, ranks, x, y, answer, given=given, gpu=GPU)
-        [(single, steps)] = on_ranks(steps_of, 1, x, y, None, given=given, gpu=GPU)
+        results = on_ranks(run_counted, ranks, x, y, answer, given=given)
+        [(single, steps)] = on_ranks(steps_of, 1, x, y, None, given=given)
         unsaved = "the buffer with persistent=False"
         names = ["the buffer", unsaved] + ["a parameter"] * 4
         for rank, ((start, _), _) in enumerate(results):
@@ -154,7 +154,7 @@ def sum_or_average(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, 
             "DDP divides by the world size once more, so this gradient is too small by that "
             "factor.": expected[0] / ranks,
         }
-        for yours in on_ranks(run_counted, ranks, x, y, weight, sizes, given=given, gpu=GPU):
+        for yours in on_ranks(run_counted, ranks, x, y, weight, sizes, given=given):
             hint = "Compare with (sum of all losses on all ranks) / (total number of samples)."
             for reason, wrong in usual.items():
                 if torch.allclose(yours[0], wrong, rtol=1e-4, atol=1e-6):
@@ -257,7 +257,7 @@ def accumulate_and_send_once(
 
         weight = torch.randn(1, 6)
         given = f"{ranks} ranks, {count} micro-batches of {size} samples"
-        results = on_ranks(accumulate_twice, ranks, x, y, weight, given=given, gpu=GPU)
+        results = on_ranks(accumulate_twice, ranks, x, y, weight, given=given)
         for turn in range(2):
             flat_x, flat_y = x[turn].flatten(0, 2), y[turn].flatten(0, 2)
             expected = 2 * ((flat_x @ weight.T - flat_y) * flat_x).mean(0, keepdim=True)

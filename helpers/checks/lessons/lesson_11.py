@@ -133,7 +133,7 @@ def accumulate_over_ranks(answer: Callable[..., None]) -> dict[str, str]:
         x, y = (torch.cat(part) for part in zip(*every, strict=True))
         expected = 2 * ((x @ weight.T - y) * x).mean(0, keepdim=True)
         with for_input(given, "Every rank accumulates over its own micro-batches."):
-            results = on_ranks(_accumulate, ranks, answer, batches, weight, given=given)
+            results = on_ranks(_accumulate, ranks, answer, batches, weight, given=given, gpu=None)
         for rank, (gradient, sent, calls, largest, held) in enumerate(results):
             with for_input(f"{given}, on rank {rank}"):
                 _judge_rank(gradient, expected, sent, calls, batches)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import vgpu
 from helpers.checks.core import Wrong, exercise, expect_number, for_input, hint_by_value
-from helpers.checks.on_ranks import GPU, on_ranks
+from helpers.checks.on_ranks import on_ranks
 from vgpu.profiling import CollectiveCounter, CollectiveObserver, count_collectives_on_gpu, own_gpu
 from vgpu.units import format_bytes
 
@@ -39,7 +39,7 @@ def zero1_step(answer: Callable[..., None]) -> dict[str, str]:
     given = f"layers 8 → {layers[0]} → {layers[1]} on {_RANKS} ranks, {_STEPS} steps"
     with for_input(given, "Average the gradients, update the shards, gather the parameters."):
         results = on_ranks(
-            _zero1_on_rank, _RANKS, answer, net.state_dict(), layers, batches, given=given, gpu=GPU
+            _zero1_on_rank, _RANKS, answer, net.state_dict(), layers, batches, given=given
         )
         sizes = [parameter.numel() for parameter in net.parameters()]
         for rank, (steps, (kept, calls)) in enumerate(results):
@@ -345,9 +345,7 @@ def fill_from_checkpoint(answer: Callable[[Any, Path], None]) -> dict[str, str]:
         for ranks in (4, 2):
             given = f"a checkpoint from 4 ranks, a model of width {width} on {ranks} ranks"
             with for_input(given, "Fill the model in place."):
-                results = on_ranks(
-                    _fill_on_rank, ranks, answer, width, folder, given=given, gpu=GPU
-                )
+                results = on_ranks(_fill_on_rank, ranks, answer, width, folder, given=given)
             for rank, (yours, untouched, saved, gathers) in enumerate(results):
                 with for_input(f"{given}, rank {rank}"):
                     if not torch.equal(yours, saved):

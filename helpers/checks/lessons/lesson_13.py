@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import vgpu
 from helpers.checks.core import Wrong, exercise, expect_close, for_input
-from helpers.checks.on_ranks import GPU, on_ranks, run_backward
+from helpers.checks.on_ranks import on_ranks, run_backward
 from vgpu.plan.transformer import Transformer, TransformerBlock, TransformerSizes, rotary_angles
 from vgpu.profiling import CollectiveCounter, own_gpu
 from vgpu.units import format_bytes, format_seconds
@@ -60,7 +60,7 @@ def linear_split_by_rows(answer: Callable[..., Any]) -> dict[str, Any]:
         loss = (whole - target).square().sum()
         of_x, of_weight, of_bias = torch.autograd.grad(loss, leaves)
         given = f"{ranks} ranks, x of shape ({batch}, {inputs // ranks}) on each, {outputs} outputs"
-        results = on_ranks(split, ranks, answer, x, weight, bias, target, given=given, gpu=GPU)
+        results = on_ranks(split, ranks, answer, x, weight, bias, target, given=given)
         for rank, (returned, forward, backward) in enumerate(results):
             with for_input(f"{given}; on rank {rank}"):
                 parts = [gradient.chunk(ranks, 1)[rank] for gradient in (of_x, of_weight)]
@@ -148,7 +148,7 @@ def from_fourteen_to_eight(answer: Any) -> dict[str, Any]:
         )
     of_blocks = {f"blocks.*.{name}": style for name, style in plan.items()}
     try:
-        results = on_ranks(_beside_whole, 2, model, [tokens], of_blocks, given=given, gpu=GPU)
+        results = on_ranks(_beside_whole, 2, model, [tokens], of_blocks, given=given)
     except Wrong as wrong:
         wrong.hint = f"{_hint_for_error(wrong.yours)}\n{wrong.hint}"
         raise
@@ -226,7 +226,7 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
     given = "a TransformerBlock with 4 query heads and 2 key-value heads, on 2 ranks"
     plan = _plan_in(answer, block, given, start="{**faulty, ...}")
     try:
-        results = on_ranks(_beside_whole, 2, block, inputs, plan, given=given, gpu=GPU)
+        results = on_ranks(_beside_whole, 2, block, inputs, plan, given=given)
     except Wrong as wrong:
         wrong.hint = (
             "The block doesn't run: some layer gets a different part from the one it expects. "
@@ -355,7 +355,7 @@ def split_cross_entropy(answer: Callable[..., Any]) -> dict[str, Any]:
         assert whole.grad is not None
         large = ", all around 200" if offset else ", one around 150"
         given = f"{ranks} ranks, {tokens} tokens, {words // ranks} logits per token on each{large}"
-        results = on_ranks(split, ranks, answer, logits, targets, given=given, gpu=GPU)
+        results = on_ranks(split, ranks, answer, logits, targets, given=given)
         for rank, (loss, gradient, forward, backward) in enumerate(results):
             with for_input(f"{given}; on rank {rank}"):
                 hint = _hint_for_loss(loss, expected.item(), tokens)

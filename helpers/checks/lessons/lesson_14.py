@@ -24,8 +24,7 @@ def groups_of(answer: Callable[[tuple[int, ...], int], list[list[int]]]) -> dict
     meshes += [(sizes, dimension) for dimension in range(3)]
     for sizes, dimension in meshes:
         given = f"sizes {sizes}, dimension {dimension}"
-        ranks = torch.arange(math.prod(sizes)).view(sizes)
-        expected = ranks.movedim(dimension, -1).reshape(-1, sizes[dimension]).tolist()
+        expected = _groups(sizes, dimension)
         with for_input(given, "Return a list of groups, each a list of ranks."):
             yours = answer(sizes, dimension)
             groups = _as_groups(yours)
@@ -67,11 +66,7 @@ def _hint_for_groups(
         return "The groups have the right ranks, but each group must be in ascending order."
     if {len(group) for group in groups} != {sizes[dimension]}:
         return f"Each group in this dimension has {sizes[dimension]} ranks, the dimension's size."
-    turned = len(sizes) - 1 - dimension
-    mirrored = torch.arange(math.prod(sizes)).view(tuple(reversed(sizes)))
-    if sorted(groups) == sorted(
-        mirrored.movedim(turned, -1).reshape(-1, sizes[dimension]).tolist()
-    ):
+    if sorted(groups) == sorted(_groups(sizes[::-1], len(sizes) - 1 - dimension)):
         return "The last dimension varies fastest, not the first: its ranks are neighbors."
     return "Two ranks are in one group if they differ only in their index in this dimension."
 
@@ -123,11 +118,12 @@ def mesh_for(answer: Callable[[int, int, int], Any]) -> dict[str, Any]:
 
 def _groups_by_name(sizes: Sequence[int], names: Sequence[str]) -> dict[str, list[list[int]]]:
     """Return each dimension's groups of ranks; the first is rank 0's."""
+    return {name: _groups(sizes, dimension) for dimension, name in enumerate(names)}
+
+
+def _groups(sizes: Sequence[int], dimension: int) -> list[list[int]]:
     ranks = torch.arange(math.prod(sizes)).view(*sizes)
-    return {
-        name: ranks.movedim(place, -1).reshape(-1, sizes[place]).tolist()
-        for place, name in enumerate(names)
-    }
+    return ranks.movedim(dimension, -1).reshape(-1, sizes[dimension]).tolist()
 
 
 def _expect_places(

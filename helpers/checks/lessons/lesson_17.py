@@ -186,9 +186,8 @@ def _some_layers(breaks: int) -> dict[str, torch.Tensor]:
 
 
 def _share_lost(x: torch.Tensor) -> float:
-    scaled = (x * (_MOST / x.abs().amax())).clamp(-_MOST, _MOST).to(_E4M3).float()
     before = x != 0
-    return ((scaled == 0) & before).sum().item() / before.sum().item()
+    return ((_rounded(x, "tensor") == 0) & before).sum().item() / before.sum().item()
 
 
 def _share_hint(share: float, x: torch.Tensor, expected: float) -> str:

@@ -16,7 +16,7 @@ from helpers.checks.core import (
     for_input,
     hint_by_value,
 )
-from helpers.checks.on_ranks import GPU, on_ranks
+from helpers.checks.on_ranks import on_ranks
 from vgpu.plan.request_queue import Generation, Request, chunked_prefill, simulate_queue
 from vgpu.plan.serving import Server
 from vgpu.plan.transformer import LLAMA, TransformerSizes
@@ -168,7 +168,7 @@ def draw_from_split_vocabulary(answer: Callable[..., Any]) -> dict[str, Any]:
         expected = scores.flatten(1).argmax(-1)
         bests = scores.argmax(-1) + each * torch.arange(ranks)  # of each rank
         given = f"{ranks} ranks, {batch} sequences, {each} tokens of the vocabulary on each"
-        results = on_ranks(split, ranks, answer, logits, noise, given=given, gpu=GPU)
+        results = on_ranks(split, ranks, answer, logits, noise, given=given)
         for rank, (drawn, calls) in enumerate(results):
             with for_input(f"{given}; on rank {rank}"):
                 hint = _hint_for_draw(drawn, expected, bests, each)

@@ -79,8 +79,8 @@ def test_the_time_between_failures_matches_llama_3s():
     [
         (lambda: mean_time_between_failures_s(0), "gpus must be positive and finite, got 0"),
         (lambda: best_interval_s(0, 1), "checkpoint_s must be positive and finite, got 0"),
-        (lambda: expected_goodput(9, -9, 1, 1), "checkpoint_s must .* not negative, got -9"),
-        (lambda: expected_goodput(9, 1, math.nan, 99), "restart_s must be finite .* got nan"),
+        (lambda: expected_goodput(9, -9, 1, 1), "checkpoint_s must .* non-negative .* got -9"),
+        (lambda: expected_goodput(9, 1, math.nan, 99), "restart_s must be a finite, .* got nan"),
         (lambda: simulated(math.inf, 1, 1, 0, 9), "training_s must be positive and finite"),
         (lambda: simulated(1, 1, 1, 1, -5), "between_failures_s must be positive .* got -5"),
     ],

@@ -78,8 +78,8 @@ def _loss(logits, tokens):
 
 def _torch_s_own(whole, rank, gpu):
     mesh, part = whole.layout.mesh("vgpu"), split_layers(SIZES.layers, 2)[rank]
-    divided = ParallelModel(pipeline_stage(SIZES, part), whole.layout, mesh)
-    divided.configure(whole.recompute, whole.reshard_after_forward)
+    divided = ParallelModel(pipeline_stage(SIZES, part), whole, mesh)
+    divided.configure(whole)
     hidden = torch.empty(2, 128, SIZES.width, dtype=torch.bfloat16, device=gpu).requires_grad_()
     tokens = torch.randint(SIZES.vocabulary, (6, 128), device=gpu)
     logits = torch.empty(2, 128, SIZES.vocabulary, dtype=torch.bfloat16, device=gpu)
