@@ -31,9 +31,9 @@ def _label_decades(axes: Any) -> None:
 
 
 def cache_steps(prompt: str, answer: str) -> None:
-    """Draw a row for each forward pass: its input characters, those in the cache, and the next one.
+    """Draw a row for each forward pass: its input letters, those in the cache, and the next one.
 
-    The first pass takes all of ``prompt``; each later one takes the latest character of ``answer``.
+    The first pass takes all of ``prompt``; each later one takes the latest letter of ``answer``.
     """
     widest = len(prompt) + len(answer) - 1
     cached, out = len(prompt) + 2, len(prompt) + widest + 4  # where the columns start
@@ -55,23 +55,23 @@ def cache_steps(prompt: str, answer: str) -> None:
         arrow(axes, (len(new) + 0.2, row + 0.36), (cached - 0.4, row + 0.36))
         arrow(axes, (cached + known + len(new) + 0.2, row + 0.36), (out - 0.4, row + 0.36))
     for x, name in (
-        (0, "input characters"),
+        (0, "input letters"),
         (cached, "keys and values in the cache"),
-        (out, "next character"),
+        (out, "next letter"),
     ):
         axes.text(x, -0.35, name, fontsize=9, color="#666666")
     axes.set(xlim=(-3.5, out + 3.5), ylim=(len(answer), -0.7))
     axes.axis("off")
     title(
         axes,
-        "Each new character adds a position to the cache",
+        "Each new letter adds a position to the cache",
         "green: just added; gray: from earlier passes",
     )
     show(
         fig,
-        f"A row for each forward pass. Prefill takes the {len(prompt)} characters of {prompt!r} "
+        f"A row for each forward pass. Prefill takes the {len(prompt)} letters of {prompt!r} "
         f"and caches them; each of {len(answer) - 1} decoding passes takes only the latest "
-        f"character and adds it to the cache. The next characters are {', '.join(answer)}.",
+        f"letter and adds it to the cache. The next letters are {', '.join(answer)}.",
     )
 
 
@@ -124,11 +124,12 @@ def memory_of_servers(
 
 
 def forwards(
-    times_s: Mapping[int, float], arithmetic_s: Mapping[int, float], memory_s: float
+    times_s: Mapping[int, float], arithmetic_s: Mapping[int, float], memory_s: float, what: str
 ) -> None:
     """Plot a forward pass's time by its number of tokens, with the two lines of a roofline.
 
     ``times_s`` and ``arithmetic_s`` map tokens to seconds; ``memory_s`` is the time to read all weights.
+    ``what`` names the model and its GPUs.
     """
     fig, axes = figure(width=7.5, height=3.6)
     tokens = list(times_s)
@@ -157,7 +158,7 @@ def forwards(
     axes.minorticks_off()
     _label_decades(axes)
     legend_beside(axes, fontsize=9)
-    title(axes, "Few tokens are memory-bound, many compute-bound", "virtual time, H100")
+    title(axes, "Few tokens are memory-bound, many compute-bound", f"virtual time, {what}")
     first, last = tokens[0], tokens[-1]
     show(
         fig,
