@@ -179,8 +179,8 @@ def latency_and_throughput(
     """Plot the tokens/s of all users against the time per token for each user.
 
     ``curves`` maps a name to (batch size, seconds per token, tokens/s) points, up to the largest batch
-    that fits, which is labeled. ``bends`` are batch sizes with what holds there, one for each curve,
-    that get a bar across it. Points with ``marked`` sequences are circled.
+    that fits, which is labeled. ``bends`` are batch sizes with what takes as long there as reading the
+    weights, one for each curve, that get a bar across it. Points with ``marked`` sequences are circled.
     """
     fig, axes = figure(width=7.5, height=3.8)
     for (name, points), color in zip(curves.items(), SERIES, strict=False):
@@ -189,8 +189,8 @@ def latency_and_throughput(
         batch, wait_s, speed = points[-1]
         look: Any = {"color": color, "fontsize": 8}
         text_near(axes, f"{batch}: full", (1e3 * wait_s, speed), (9, 0), **look, va="center")
-    above_first = itertools.chain([11], itertools.repeat(-15))  # the first curve is the highest
-    for points, (bend, holds), color, offset in zip(
+    above_first = itertools.chain([9], itertools.repeat(-25))  # the first curve is the highest
+    for points, (bend, what), color, offset in zip(
         curves.values(), bends, SERIES, above_first, strict=False
     ):
         for (small, *low), (large, *high) in itertools.pairwise(points):
@@ -199,7 +199,8 @@ def latency_and_throughput(
                 x, y = (a * (b / a) ** share for a, b in zip(low, high, strict=True))
                 axes.plot(1e3 * x, y, "|", ms=16, mew=2, color="black")
                 look = {"color": color, "fontsize": 8}
-                text_near(axes, f"{bend:.0f} users: {holds}", (1e3 * x, y), (5, offset), **look)
+                label = f"{bend:.0f} users: {what} takes\nas long as reading the weights"
+                text_near(axes, label, (1e3 * x, y), (5, offset), **look)
     circled = [
         (1e3 * s, speed) for points in curves.values() for n, s, speed in points if n == marked
     ]
@@ -211,7 +212,7 @@ def latency_and_throughput(
     axes.annotate("1 user  ", place, fontsize=8, ha="right", va="center")
     axes.set(xlabel="time per token for each user (ms)", ylabel="tokens/s, all users", yscale="log")
     _label_decades(axes)
-    axes.margins(x=0.2)  # room for the last batch size
+    axes.margins(x=0.25, y=0.15)  # room for the labels
     axes.set_xlim(left=0)
     legend_beside(axes, fontsize=9)
     title(axes, message, how)
@@ -220,7 +221,10 @@ def latency_and_throughput(
         f"batch {points[-1][0]} {points[-1][2]:,.0f} at {format_seconds(points[-1][1])}"
         for name, points in curves.items()
     )
-    bars = "".join(f" Bar at {bend:.0f} users: {holds}." for bend, holds in bends)
+    bars = "".join(
+        f" Bar at {bend:.0f} users: {what} takes as long as reading the weights."
+        for bend, what in bends
+    )
     show(
         fig, f"Line chart of tokens per second against time per token, by batch size. {ends}.{bars}"
     )
@@ -301,12 +305,10 @@ def token_times(streams: Mapping[str, Sequence[float]], arrival_s: float, prompt
     names = list(streams)[::-1]
     for row, name in enumerate(names):
         color = list(SERIES)[row % len(SERIES)]
-        axes.plot(
-            [1e3 * s for s in streams[name]], [row] * len(streams[name]), "|", ms=14, color=color
-        )
-    axes.axvline(1e3 * arrival_s, color=COLORS["gray"], ls="--", lw=1)
+        axes.plot(list(streams[name]), [row] * len(streams[name]), "|", ms=14, color=color)
+    axes.axvline(arrival_s, color=COLORS["gray"], ls="--", lw=1)
     axes.set_yticks(range(len(names)), names)
-    axes.set(xlabel="ms", ylim=(-0.6, len(names) - 0.4))
+    axes.set(xlabel="seconds", ylim=(-0.6, len(names) - 0.4))
     axes.grid(axis="y", visible=False)
     title(
         axes,
