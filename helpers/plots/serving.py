@@ -237,7 +237,8 @@ def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]], wh
     tokens/s)}; the times are 95th percentiles over the users. The tokens/s aren't drawn. ``where`` names
     the GPUs that each way has.
     """
-    fig, panels = figure(1, 2, width=9.0, height=3.4)
+    fig, panels = figure(1, 2, width=9.4, height=3.4)
+    fig.get_layout_engine().set(wspace=0.08)  # keeps the right panel's label off the left panel
     labels = ("time to first token (s)", "longest gap between tokens (s)")
     markers = "osD^"
     for place, (axes, label) in enumerate(zip(panels, labels, strict=True)):
