@@ -31,9 +31,9 @@ def _label_decades(axes: Any) -> None:
 
 
 def cache_steps(prompt: str, answer: str) -> None:
-    """Draw a row for each forward pass: its input characters, those in the cache, and the next one.
+    """Draw a row for each forward pass: its input letters, those in the cache, and the next one.
 
-    The first pass takes all of ``prompt``; each later one takes the latest character of ``answer``.
+    The first pass takes all of ``prompt``; each later one takes the latest letter of ``answer``.
     """
     widest = len(prompt) + len(answer) - 1
     cached, out = len(prompt) + 2, len(prompt) + widest + 4  # where the columns start
@@ -55,23 +55,23 @@ def cache_steps(prompt: str, answer: str) -> None:
         arrow(axes, (len(new) + 0.2, row + 0.36), (cached - 0.4, row + 0.36))
         arrow(axes, (cached + known + len(new) + 0.2, row + 0.36), (out - 0.4, row + 0.36))
     for x, name in (
-        (0, "input characters"),
+        (0, "input letters"),
         (cached, "keys and values in the cache"),
-        (out, "next character"),
+        (out, "next letter"),
     ):
         axes.text(x, -0.35, name, fontsize=9, color="#666666")
     axes.set(xlim=(-3.5, out + 3.5), ylim=(len(answer), -0.7))
     axes.axis("off")
     title(
         axes,
-        "Each new character adds a position to the cache",
+        "Each new letter adds a position to the cache",
         "green: just added; gray: from earlier passes",
     )
     show(
         fig,
-        f"A row for each forward pass. Prefill takes the {len(prompt)} characters of {prompt!r} "
+        f"A row for each forward pass. Prefill takes the {len(prompt)} letters of {prompt!r} "
         f"and caches them; each of {len(answer) - 1} decoding passes takes only the latest "
-        f"character and adds it to the cache. The next characters are {', '.join(answer)}.",
+        f"letter and adds it to the cache. The next letters are {', '.join(answer)}.",
     )
 
 
@@ -124,11 +124,12 @@ def memory_of_servers(
 
 
 def forwards(
-    times_s: Mapping[int, float], arithmetic_s: Mapping[int, float], memory_s: float
+    times_s: Mapping[int, float], arithmetic_s: Mapping[int, float], memory_s: float, what: str
 ) -> None:
     """Plot a forward pass's time by its number of tokens, with the two lines of a roofline.
 
     ``times_s`` and ``arithmetic_s`` map tokens to seconds; ``memory_s`` is the time to read all weights.
+    ``what`` names the model and its GPUs.
     """
     fig, axes = figure(width=7.5, height=3.6)
     tokens = list(times_s)
@@ -157,7 +158,7 @@ def forwards(
     axes.minorticks_off()
     _label_decades(axes)
     legend_beside(axes, fontsize=9)
-    title(axes, "Few tokens are memory-bound, many compute-bound", "virtual time, H100")
+    title(axes, "Few tokens are memory-bound, many compute-bound", f"virtual time, {what}")
     first, last = tokens[0], tokens[-1]
     show(
         fig,
@@ -178,8 +179,8 @@ def latency_and_throughput(
     """Plot the tokens/s of all users against the time per token for each user.
 
     ``curves`` maps a name to (batch size, seconds per token, tokens/s) points, up to the largest batch
-    that fits, which is labeled. ``bends`` are batch sizes with what holds there, one for each curve,
-    that get a bar across it. Points with ``marked`` sequences are circled.
+    that fits, which is labeled. ``bends`` are batch sizes with what takes as long there as reading the
+    weights, one for each curve, that get a bar across it. Points with ``marked`` sequences are circled.
     """
     fig, axes = figure(width=7.5, height=3.8)
     for (name, points), color in zip(curves.items(), SERIES, strict=False):
@@ -188,8 +189,8 @@ def latency_and_throughput(
         batch, wait_s, speed = points[-1]
         look: Any = {"color": color, "fontsize": 8}
         text_near(axes, f"{batch}: full", (1e3 * wait_s, speed), (9, 0), **look, va="center")
-    above_first = itertools.chain([11], itertools.repeat(-15))  # the first curve is the highest
-    for points, (bend, holds), color, offset in zip(
+    above_first = itertools.chain([9], itertools.repeat(-25))  # the first curve is the highest
+    for points, (bend, what), color, offset in zip(
         curves.values(), bends, SERIES, above_first, strict=False
     ):
         for (small, *low), (large, *high) in itertools.pairwise(points):
@@ -198,7 +199,8 @@ def latency_and_throughput(
                 x, y = (a * (b / a) ** share for a, b in zip(low, high, strict=True))
                 axes.plot(1e3 * x, y, "|", ms=16, mew=2, color="black")
                 look = {"color": color, "fontsize": 8}
-                text_near(axes, f"{bend:.0f} users: {holds}", (1e3 * x, y), (5, offset), **look)
+                label = f"{bend:.0f} users: {what} takes\nas long as reading the weights"
+                text_near(axes, label, (1e3 * x, y), (5, offset), **look)
     circled = [
         (1e3 * s, speed) for points in curves.values() for n, s, speed in points if n == marked
     ]
@@ -210,7 +212,7 @@ def latency_and_throughput(
     axes.annotate("1 user  ", place, fontsize=8, ha="right", va="center")
     axes.set(xlabel="time per token for each user (ms)", ylabel="tokens/s, all users", yscale="log")
     _label_decades(axes)
-    axes.margins(x=0.2)  # room for the last batch size
+    axes.margins(x=0.25, y=0.15)  # room for the labels
     axes.set_xlim(left=0)
     legend_beside(axes, fontsize=9)
     title(axes, message, how)
@@ -219,7 +221,10 @@ def latency_and_throughput(
         f"batch {points[-1][0]} {points[-1][2]:,.0f} at {format_seconds(points[-1][1])}"
         for name, points in curves.items()
     )
-    bars = "".join(f" Bar at {bend:.0f} users: {holds}." for bend, holds in bends)
+    bars = "".join(
+        f" Bar at {bend:.0f} users: {what} takes as long as reading the weights."
+        for bend, what in bends
+    )
     show(
         fig, f"Line chart of tokens per second against time per token, by batch size. {ends}.{bars}"
     )
@@ -232,7 +237,8 @@ def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]], wh
     tokens/s)}; the times are 95th percentiles over the users. The tokens/s aren't drawn. ``where`` names
     the GPUs that each way has.
     """
-    fig, panels = figure(1, 2, width=9.0, height=3.4)
+    fig, panels = figure(1, 2, width=9.4, height=3.4)
+    fig.set_layout_engine("constrained", wspace=0.08)  # keeps the right panel's label off the left panel
     labels = ("time to first token (s)", "longest gap between tokens (s)")
     markers = "osD^"
     for place, (axes, label) in enumerate(zip(panels, labels, strict=True)):
@@ -300,12 +306,10 @@ def token_times(streams: Mapping[str, Sequence[float]], arrival_s: float, prompt
     names = list(streams)[::-1]
     for row, name in enumerate(names):
         color = list(SERIES)[row % len(SERIES)]
-        axes.plot(
-            [1e3 * s for s in streams[name]], [row] * len(streams[name]), "|", ms=14, color=color
-        )
-    axes.axvline(1e3 * arrival_s, color=COLORS["gray"], ls="--", lw=1)
+        axes.plot(list(streams[name]), [row] * len(streams[name]), "|", ms=14, color=color)
+    axes.axvline(arrival_s, color=COLORS["gray"], ls="--", lw=1)
     axes.set_yticks(range(len(names)), names)
-    axes.set(xlabel="ms", ylim=(-0.6, len(names) - 0.4))
+    axes.set(xlabel="seconds", ylim=(-0.6, len(names) - 0.4))
     axes.grid(axis="y", visible=False)
     title(
         axes,

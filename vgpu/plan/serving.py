@@ -278,7 +278,7 @@ def report(server: Server, prompt: int, output: int) -> str:
     rows = [
         ("weights", format_bytes(server.weight_bytes)),
         ("cache per token", format_bytes(server.cache_bytes_per_token)),
-        (f"memory, {USABLE_MEMORY:.0%} usable", format_bytes(spec.memory_bytes)),
+        (f"memory ({USABLE_MEMORY:.0%} of it usable)", format_bytes(spec.memory_bytes)),
         ("tokens that fit in the cache", f"{max(0, server.cache_tokens):,}"),
         (f"sequences of {prompt:,} + {output:,} tokens", f"{most:,}"),
     ]
@@ -295,9 +295,9 @@ def report(server: Server, prompt: int, output: int) -> str:
         times.append((batch, format_seconds(wait_s), f"{1 / wait_s:,.0f}", f"{speed:,.0f}"))
     header = (
         "sequences at once",
-        "next token after",
-        "tokens/s per sequence",
-        "total output tokens/s, with prompts",
+        "decoding: next token after",
+        "decoding: tokens/s per sequence",
+        "with prompts: total output tokens/s",
     )
     return "\n\n".join(
         [

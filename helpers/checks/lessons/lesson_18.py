@@ -238,8 +238,11 @@ def _kernel_by_kernel(bytes_per_s: float) -> str:
     while server.decode_s(batch, 2000) > 0.02:
         batch -= 1
     alone_s, read_s = server.decode_s(1, 2000), server.weight_bytes / bytes_per_s
+    left_bytes = 0.02 * bytes_per_s - server.weight_bytes
+    estimate = int(left_bytes // (2000 * server.cache_bytes_per_token))
     return (
-        f"Llama 70B on four H100s, 20 ms: only {batch} sequences of 2000 tokens. One user's token takes "
+        f"Llama 70B on four H100s, 20 ms: only {batch} sequences of 2000 tokens, not the {estimate} of this "
+        f"estimate. One user's token takes "
         f"{format_seconds(alone_s)}, not the {format_seconds(read_s)} of reading the weights: all-reduces "
         "and small kernels take the rest, and more with each sequence"
     )

@@ -103,17 +103,15 @@ def test_held_says_which_part_of_each_matrix_a_gpu_has(alts):
 
 def test_latency_and_throughput_says_what_holds_at_each_bar(alts):
     points = [(1, 0.016, 62.0), (32, 0.018, 1800.0), (256, 0.039, 6600.0)]
-    bar = 185.2, "arithmetic = weights"
+    bar = 185.2, "arithmetic"
     plots.latency_and_throughput({"1,000 tokens": points}, "Batches", "virtual", [bar], marked=32)
-    assert "batch 256 6,600 at 39 ms. Bar at 185 users: arithmetic = weights." in alts[0]
+    assert "batch 256 6,600 at 39 ms. Bar at 185 users: arithmetic takes as long as" in alts[0]
 
 
-def test_cache_steps_processes_the_prompt_at_once_and_then_one_character_at_a_time(alts):
+def test_cache_steps_processes_the_prompt_at_once_and_then_one_letter_at_a_time(alts):
     plots.cache_steps("The va", "lue")
-    assert (
-        "takes the 6 characters of 'The va'" in alts[0] and "each of 2 decoding passes" in alts[0]
-    )
-    assert "next characters are l, u, e" in alts[0]
+    assert "takes the 6 letters of 'The va'" in alts[0] and "each of 2 decoding passes" in alts[0]
+    assert "next letters are l, u, e" in alts[0]
 
 
 def test_memory_of_servers_lists_what_each_needs_and_may_use(alts):
