@@ -78,7 +78,7 @@ WRONG = {
         (_mesh("(hosts, gpus_per_host // tensor, tensor)", "names[::-1]"), "for the first name"),
         (
             _mesh("(gpus_per_host // tensor, hosts, tensor)", '("shard", "replicate", "tensor")'),
-            "Only replicas may cross",
+            "Only replicate groups may",
         ),
         (_mesh("(hosts, gpus_per_host, tensor)", "names"), "The product of the sizes"),
         (
