@@ -185,7 +185,8 @@ def attend(answer: Callable[[torch.Tensor, Iterator[Any]], torch.Tensor]) -> dic
                 hint = _hint_for_softmax(yours, query, order, expected)
                 if scores.amax() < 0:
                     hint += (
-                        " Start from a highest score of minus infinity: all scores may be below 0."
+                        " Start from a highest score of minus infinity: all scores could be "
+                        "below 0."
                     )
                 expect_close(yours, expected, hint=hint, rtol=1e-3, atol=1e-4)
                 room = 2 * 3 * 12 * max(8, *(k.size(-2) for k, _ in order))
