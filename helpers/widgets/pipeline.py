@@ -138,14 +138,16 @@ def answer_table(result: Answer) -> Table:
     bubble = ("bubble", f"{simulated.bubble:.1%}", "of all devices' time")
     if result.cost is None or result.gpu is None:
         chunks = simulated.schedule.chunks
-        unit = "micro-batches" if chunks == 1 else f"micro-batches, each in 1 of {chunks} chunks"
+        unit = "micro-batches per device"
+        if chunks > 1:
+            unit += f", each for 1 of {chunks} chunks"
         most = ", ".join(map(str, result.in_flight))
         return Table(
             (simulated.schedule.name, "", ""),
             [
                 ("one step", f"{simulated.makespan:g} units", speed_up),
                 bubble,
-                ("activations in flight", most, f"{unit}, for each device"),
+                ("activations in flight", most, unit),
             ],
         )
     peaks, room = result.peak_bytes(), vgpu.PRESETS[result.gpu].memory_bytes

@@ -52,7 +52,7 @@ class Answer:
 def answer(sizes: TransformerSizes, gpus: int, way: str) -> Answer:
     """Return the bytes that a GPU holds and sends if this transformer is sharded this ``way``.
 
-    The ``gpus`` GPUs are in hosts of 8. Blocks are gathered in full, each while the previous one
+    The ``gpus`` GPUs are on hosts of 8. Blocks are gathered in full, each while the previous one
     computes. The bytes sent are those of ring collectives: groups of up to 8 stay inside a host; a
     larger ring leaves each host once.
     """

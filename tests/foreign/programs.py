@@ -199,7 +199,7 @@ def torchtitan(folder: Path) -> Result:
     """Run torchtitan.train with the debug models of Llama 3 and DeepSeek-V3 in multiple layouts.
 
     Each is compared with one GPU, and one GPU with the CPU; all start from the same checkpoint.
-    Each step takes the same four documents, which data-parallel ranks share.
+    Each step takes the same four documents, which data-parallel ranks divide among themselves.
     """
     data = folder / "tests" / "assets" / "c4_test" / "data.json"
     data.parent.mkdir(parents=True, exist_ok=True)

@@ -101,7 +101,7 @@ def main_module_hidden() -> Iterator[None]:
 def _ensure_running() -> None:
     spawn = mock.patch.object(multiprocessing.util, "spawnv_passfds", _spawn)
     with main_module_hidden(), spawn:
-        # A parent that's killed doesn't remove the folder of multiprocessing's sockets. The
+        # A parent that's killed doesn't remove the folder that holds multiprocessing's sockets. The
         # forkserver exits a moment later, and removes the folder that this variable names.
         os.environ[SOCKETS_FOLDER] = _sockets_folder()
         try:
@@ -113,12 +113,13 @@ def _ensure_running() -> None:
 def _spawn(path: str, arguments: list[str], passed: list[int]) -> int:
     """Start the forkserver or multiprocessing's resource tracker, in a process group of its own.
 
-    When a kernel shuts down, it sends SIGTERM to its process group and waits until the group is
-    empty. The tracker ignores SIGTERM, and a dead forkserver stays a zombie of the kernel, so each
-    shutdown would take 2.5 s. Both exit on their own when their parent does.
+    When a notebook's kernel shuts down, it sends SIGTERM to its process group and waits until the
+    group is empty. The tracker ignores SIGTERM, and a dead forkserver stays a zombie of the kernel,
+    so each shutdown would take 2.5 s. Both exit on their own when their parent does.
     """
-    # Importing creates millions of objects, none of them garbage; collecting would take a fifth of
-    # the time. vgpu.launch.rank, the last import, turns the garbage collector back on.
+    # Importing creates millions of objects, none of them garbage; garbage collection would take
+    # a fifth of the import time. vgpu.launch.rank, the last import, turns the garbage collector
+    # back on.
     *options, code = arguments
     inherited = [fd for fd in passed if not os.get_inheritable(fd)]
     for fd in inherited:

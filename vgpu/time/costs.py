@@ -436,7 +436,7 @@ def fit_share(time_of: Callable[[float], float], measured_s: float) -> float:
     if slow_s - fast_s > 0.005 * measured_s:
         warnings.warn(
             f"no share of the peak gives {measured_s:.4g} s: at {high:.4f} the time jumps from "
-            f"{slow_s:.4g} to {fast_s:.4g} s. Predictions with this share may be off by as much",
+            f"{slow_s:.4g} to {fast_s:.4g} s. Predictions with this share may be off by that much",
             RuntimeWarning,
             stacklevel=2,
         )

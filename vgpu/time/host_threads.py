@@ -117,7 +117,7 @@ class HostThreads:
         self._sharing = threads
 
     def join(self, caller: HostThread) -> None:
-        """Make the caller wait for all threads since ``fork``."""
+        """Make the caller wait for all threads started since ``fork``."""
         self._program.join_threads(caller, self._forked)
         self._forked.clear()
         self._parent, self._sharing = self.main, 1
@@ -144,7 +144,7 @@ class HostThreads:
         self.join_callers_streams()
 
     def note_stream(self, gpu: VirtualGPU, stream: "RecordedStream") -> None:
-        """Note that the engine enqueues work on a stream of ``gpu``."""
+        """Remember that the engine enqueues work on this stream of ``gpu``."""
         if stream not in self._callers_streams:
             number = callers_stream_number(gpu.index)
             self._callers_streams[stream] = self._program.stream(gpu, number)
@@ -182,7 +182,7 @@ _stack = _Stack()
 
 
 def current_module() -> str:
-    """Return the name of this thread's innermost running module; empty outside every module."""
+    """Return the name of this thread's innermost running module; empty outside any module."""
     names = _stack.names
     return names[-1] if names else ""
 

@@ -275,7 +275,7 @@ def counting_model(answer: Callable[[], nn.Module]) -> dict[str, Any]:
 def _judge_calls(model: nn.Module, batches: int, replicas: int, moved: bool) -> None:
     """Raise Wrong unless ``model.calls`` equals the number of batches and is saved.
 
-    ``moved`` means that the count was right on other devices.
+    ``moved`` means that the count was right on different devices.
     """
     calls = getattr(model, "calls", None)
     one = isinstance(calls, torch.Tensor) and calls.numel() == 1

@@ -456,7 +456,7 @@ def _hint_for_time(
 
 
 def _layer_on(width: int, tokens: int, degree: int) -> vgpu.Timeline:
-    """Record forward and backward of one bfloat16 block on ``degree`` H100s in one host."""
+    """Record forward and backward of one bfloat16 block on ``degree`` H100s on one host."""
     sizes = TransformerSizes(1, width, width // 128, width // 128, 4 * width, 1)
     with vgpu.cluster(1, degree, "H100"), vgpu.shapes_only():
         mesh = init_device_mesh("vgpu", (degree,))

@@ -129,7 +129,7 @@ def _groups(sizes: Sequence[int], dimension: int) -> list[list[int]]:
 def _expect_places(
     groups: dict[str, list[list[int]]], hosts: int, gpus_per_host: int, tensor: int
 ) -> None:
-    """Raise ``Wrong`` unless the groups have the right sizes and are in the right hosts."""
+    """Raise ``Wrong`` unless the groups have the right sizes and are on the right hosts."""
     if (size := len(groups["tensor"][0])) != tensor:
         raise Wrong(
             yours=f"tensor groups of {size}, such as {groups['tensor'][0]}",
@@ -138,22 +138,22 @@ def _expect_places(
         )
     hints = {
         "tensor": "The group's all-reduces would cross the network. A step in the last dimension "
-        "leads to the next rank, in the same host.",
-        "shard": "A step in the first dimension leads to another host. Only replicas may cross "
-        "hosts.",
+        "leads to the next rank, on the same host.",
+        "shard": "A step in the first dimension leads to another host. Only replicate groups may "
+        "span hosts.",
     }
     for name, hint in hints.items():
         for group in groups[name]:
             if len({rank // gpus_per_host for rank in group}) > 1:
                 raise Wrong(
-                    yours=f"the {name} group {group}, in more than one host",
-                    expected=f"each {name} group in one host, of {gpus_per_host} ranks",
+                    yours=f"the {name} group {group}, on more than one host",
+                    expected=f"each {name} group on one host of {gpus_per_host} ranks",
                     hint=hint,
                 )
     if (copies := len(groups["replicate"][0])) != hosts:
         raise Wrong(
             yours=f"{copies} copies of the model",
-            expected=f"{hosts}, one in each host",
+            expected=f"{hosts}, one on each host",
             hint="A host's GPUs hold one copy together: shard times tensor must be gpus_per_host.",
         )
 
@@ -185,20 +185,21 @@ def attend(answer: Callable[[torch.Tensor, Iterator[Any]], torch.Tensor]) -> dic
                 hint = _hint_for_softmax(yours, query, order, expected)
                 if scores.amax() < 0:
                     hint += (
-                        " Start from a highest score of minus infinity: all scores may be below 0."
+                        " Start from a highest score of minus infinity: all scores could be "
+                        "below 0."
                     )
                 expect_close(yours, expected, hint=hint, rtol=1e-3, atol=1e-4)
                 room = 2 * 3 * 12 * max(8, *(k.size(-2) for k, _ in order))
                 if seen.numel > room:
                     raise Wrong(
                         yours=f"a tensor with {seen.numel} elements",
-                        expected=f"at most {room}, as many as the largest block has scores",
+                        expected=f"at most {room}, the number of scores for the largest block",
                         hint="The values are right, but you joined blocks. Process one at a time.",
                     )
                 if max(held, default=0) > 2:  # a loop also holds the previous block
                     raise Wrong(
                         yours=f"{max(held)} blocks held at once",
-                        expected="one, while it's needed",
+                        expected="one, and only while it's needed",
                         hint="The values are right, but earlier blocks are kept. Keep only the "
                         "highest score, the sum and the output so far, and drop each block.",
                     )
@@ -300,7 +301,7 @@ def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) ->
     operations = {}
     device = devices.lab(1)[0]
     for tokens in (10, 1000, random.randint(100, 300)):
-        # 10 and 1000 tokens go to equally many experts: a loop over experts is within budget.
+        # 10 and 1000 tokens go to the same number of experts: a loop over experts is within budget.
         experts = 4 if tokens in (10, 1000) else 8
         chosen = (torch.rand(tokens) ** 2 * experts).long()  # low indices are more frequent
         capacity = math.ceil(1.25 * tokens / experts)
@@ -363,5 +364,8 @@ def _hint_for_capacity(yours: Any, expected: torch.Tensor) -> str:
             "The number is right, but the tokens are wrong: an expert keeps those that come first."
         )
     if int(yours.sum()) > int(expected.sum()):
-        return "Too many are kept: counting from 1, each expert takes at most capacity tokens."
+        return (
+            "Too many are kept: each expert takes at most capacity tokens. Number them from 1, not "
+            "from 0."
+        )
     return "Too few are kept: an expert takes its first tokens even if more come later."

@@ -218,7 +218,7 @@ class _Task(NamedTuple):
         return (
             f"{self.sizes.parameters / 1e9:.1f} billion parameters, "
             f"sequence length {self.sequence}, {self.gpus} {self.gpu} "
-            f"in hosts of {self.gpus_per_host}, {self.network}"
+            f"on hosts of {self.gpus_per_host}, {self.network}"
         )
 
     def plan(self, tp: int = 1, batch: int = 1) -> Plan:

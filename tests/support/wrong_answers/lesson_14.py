@@ -78,7 +78,7 @@ WRONG = {
         (_mesh("(hosts, gpus_per_host // tensor, tensor)", "names[::-1]"), "for the first name"),
         (
             _mesh("(gpus_per_host // tensor, hosts, tensor)", '("shard", "replicate", "tensor")'),
-            "Only replicas may cross",
+            "Only replicate groups may",
         ),
         (_mesh("(hosts, gpus_per_host, tensor)", "names"), "The product of the sizes"),
         (
@@ -145,7 +145,7 @@ WRONG = {
         ),
         (_attend(output="output + weights @ values"), "multiply the sum and the output so far"),
         (_attend(factor="1.0"), "lack their factor"),
-        (_attend().replace("-math.inf", "0.0"), "all scores may be below 0"),
+        (_attend().replace("-math.inf", "0.0"), "all scores could be below 0"),
         ("def attend(query, blocks):\n    return query.sum()", "the query's shape"),
     ],
     "14.4": [

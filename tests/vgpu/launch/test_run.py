@@ -208,7 +208,7 @@ def test_run_rejects_impossible_numbers_of_ranks(nprocs, error, phrase):
         launch.run(print, nprocs)
 
 
-def test_run_rejects_other_impossible_arguments():
+def test_run_rejects_other_invalid_arguments():
     with pytest.raises(
         TypeError, match=r"first argument must be a function, as in launch.run\(train, 2\)"
     ):

@@ -44,7 +44,7 @@ def test_an_allocation_and_its_release_share_a_number():
 
 
 @pytest.mark.parametrize("shapes", [False, True])
-def test_a_record_has_reserved_bytes_for_values_and_for_shapes(shapes):
+def test_a_record_computes_reserved_bytes_with_values_and_with_shapes_only(shapes):
     with vgpu.shapes_only() if shapes else contextlib.nullcontext(), vgpu.record_memory() as record:
         a, b, c = of(30), of(30), of(30)
         del a, c

@@ -158,9 +158,9 @@ def test_the_slowest_group_determines_the_time():
         17,
         18,
         19,
-    )  # four in one host, and one in another
+    )  # four on one host, and one on another
     assert found.of("pipeline").link == "InfiniBand NDR"
-    # 3 × 2 ranks hold the same parameters: 0 to 5 in one host, 6 to 11 in two.
+    # 3 × 2 ranks hold the same parameters: 0 to 5 on one host, 6 to 11 on two.
     sizes = {"context": 2, "data": 3, "tensor": 4, "pipeline": 1}
     held = mesh_step(sizes, MODEL, 3, cost())
     assert held.of("data").ranks == (6, 7, 8, 9, 10, 11)

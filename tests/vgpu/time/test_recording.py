@@ -41,7 +41,8 @@ def test_views_launch_nothing():
         x.t().view(-1, 5, 2).split(2)[0].detach()
         torch.empty(100, device="vgpu:0")
         held = torch.vgpu.memory_allocated("vgpu:0")
-        views = torch.ops.aten._unsafe_view(x, [100]), x.unsafe_split(2)  # their schemas hide it
+        # Their schemas hide that these are views.
+        views = torch.ops.aten._unsafe_view(x, [100]), x.unsafe_split(2)
         assert torch.vgpu.memory_allocated("vgpu:0") == held and views
     assert timeline.events == [] and timeline.makespan_s == 0
 
@@ -93,7 +94,7 @@ def put(x, where, values):
 
 INDEXED = {
     "integers": (lambda x, mask: x[mask.nonzero()[:, 0]], ["nonzero"]),
-    "integers of the host": (lambda x, mask: x[[0, 2]], ["copy"]),
+    "integers on the host": (lambda x, mask: x[[0, 2]], ["copy"]),
     "mask": (lambda x, mask: x[mask], ["nonzero"]),
     "integers put": (lambda x, mask: put(x, mask.nonzero()[:, 0], x.new_ones(KB)), ["nonzero"]),
     "mask put": (lambda x, mask: put(x, mask, x.new_ones(KB)), ["nonzero"]),
@@ -183,7 +184,7 @@ def test_streams_of_one_gpu_take_turns_and_copies_overlap_with_kernels():
     with vgpu.record(COSTS) as timeline:
         x.neg()  # 20 µs
         with torch.vgpu.stream(side):
-            y.to("vgpu:1")  # 5 µs, during it
+            y.to("vgpu:1")  # 5 µs, while the kernel runs
             y.neg()  # 10 µs: only after the first kernel has finished
     main, other = kernels(timeline, "vgpu:0")
     copy = next(event for event in timeline.of("vgpu:0") if event.kind == "copy")
@@ -221,8 +222,8 @@ def test_backward_is_launched_by_one_thread_per_device():
     loss = (b * b).sum() + (a * a).sum().to("vgpu:1")
     with vgpu.record(COSTS) as timeline:
         loss.backward()
-    # The gradient is 1, launched at 1 µs and copied at 2 µs. Then both threads continue in
-    # parallel: two multiplications per square, and their sum.
+    # The initial gradient, 1, is launched at 1 µs and copied at 2 µs. Then both threads continue
+    # in parallel: two multiplications per square, and their sum.
     for gpu in ("vgpu:0", "vgpu:1"):
         launches = [e.launch_s for e in kernels(timeline, gpu) if e.name in ("mul", "add")]
         assert launches == [near(3e-6), near(4e-6), near(5e-6)]
@@ -279,7 +280,7 @@ def test_threads_queue_for_the_part_of_a_launch_that_holds_the_lock(locked_share
 
 def test_spend_keeps_the_host_busy_and_record_accepts_costs_by_name():
     x = torch.ones(KB, device="vgpu:0")
-    vgpu.spend(1.0)  # nothing outside a recording
+    vgpu.spend(1.0)  # does nothing outside a recording
     with vgpu.record(COSTS, memory_share=0.5, link="PCIe 4") as timeline:
         vgpu.spend(0.25)
         x.neg()
