@@ -238,7 +238,9 @@ def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]], wh
     the GPUs that each way has.
     """
     fig, panels = figure(1, 2, width=9.4, height=3.4)
-    fig.set_layout_engine("constrained", wspace=0.08)  # keeps the right panel's label off the left panel
+    fig.set_layout_engine(
+        "constrained", wspace=0.08
+    )  # keeps the right panel's label off the left panel
     labels = ("time to first token (s)", "longest gap between tokens (s)")
     markers = "osD^"
     for place, (axes, label) in enumerate(zip(panels, labels, strict=True)):
