@@ -36,8 +36,23 @@ def encode(text: str) -> torch.Tensor:
 
 
 def decode(tokens: torch.Tensor) -> str:
-    """Return the text for (N,) tokens."""
-    return "".join(VOCABULARY[number] for number in tokens.tolist())
+    """Return the text for (N,) tokens.
+
+    Raises ValueError for other shapes or dtypes, and for numbers out of range.
+    """
+    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex():
+        raise ValueError(
+            f"decode takes integers of shape (N,); got {tokens.dtype} of shape "
+            f"{tuple(tokens.shape)}. Decode a batch row by row; take the argmax of logits first."
+        )
+    numbers = tokens.tolist()
+    for place, number in enumerate(numbers):
+        if not 0 <= number < len(VOCABULARY):
+            raise ValueError(
+                f"number {number} at position {place} isn't a token: tokens go from 0 to "
+                f"{len(VOCABULARY) - 1}."
+            )
+    return "".join(VOCABULARY[number] for number in numbers)
 
 
 @cache
@@ -93,6 +108,22 @@ def batches(
             f"{batch_size} sequences can't be divided equally among {world_size} ranks: "
             "batch_size counts those of all ranks, and must be a multiple of world_size."
         )
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} isn't one of {world_size} ranks, which are numbered from 0.")
+    if skip < 0:
+        raise ValueError(f"skip must be 0 or more batches, got {skip}")
+    return _drawn(tokens, batch_size, length, seed, rank, world_size, skip)
+
+
+def _drawn(
+    tokens: torch.Tensor,
+    batch_size: int,
+    length: int,
+    seed: int,
+    rank: int,
+    world_size: int,
+    skip: int,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     window = torch.arange(length + 1)
     for number in itertools.count():

@@ -36,9 +36,11 @@ class Run:
 def run_step(depth: int, segments: int, gpu: torch.device) -> Run:
     """Run a training step of ``depth`` identical layers, Linear and Tanh, on ``gpu``.
 
-    ``checkpoint_sequential`` runs them in ``segments``, at most ``depth``; with 1, there's no
-    activation checkpointing.
+    ``checkpoint_sequential`` runs them in ``segments``; with 1, there's no activation
+    checkpointing. Raises ValueError unless there are 1 to ``depth`` segments.
     """
+    if not 1 <= segments <= depth:
+        raise ValueError(f"{depth} layers can be split into 1 to {depth} segments, got {segments}")
     layers = [nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(depth)]
     model = nn.Sequential(*layers).to(gpu)
     x = torch.randn(_BATCH, _WIDTH, device=gpu)

@@ -54,8 +54,10 @@ def answer(sizes: TransformerSizes, gpus: int, way: str) -> Answer:
 
     The ``gpus`` GPUs are on hosts of 8. Blocks are gathered in full, each while the previous one
     computes. The bytes sent are those of ring collectives: groups of up to 8 stay inside a host; a
-    larger ring leaves each host once.
+    larger ring leaves each host once. Raises ValueError for more than 8 GPUs that don't fill hosts.
     """
+    if gpus < 1 or (gpus > GPUS_PER_HOST and gpus % GPUS_PER_HOST):
+        raise ValueError(f"{gpus} GPUs are neither full hosts of {GPUS_PER_HOST} nor part of one")
     count = sizes.parameters
     hybrid = way == WAYS[-1]
     ways = min(gpus, GPUS_PER_HOST) if hybrid else gpus

@@ -29,6 +29,20 @@ def test_a_character_outside_the_vocabulary_is_named_with_its_position():
         encode("Spaß")
 
 
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.tensor([1, 96]), r"number 96 at position 1 .* 0 to 95"),
+        (torch.tensor([-1]), "number -1 at position 0"),
+        (torch.zeros(2, 3, dtype=torch.int64), r"shape \(2, 3\).* row by row"),
+        (torch.zeros(3), r"torch.float32 of shape \(3,\)"),
+    ],
+)
+def test_decode_rejects_tensors_that_are_not_text(tokens, message):
+    with pytest.raises(ValueError, match=message):
+        decode(tokens)
+
+
 def test_training_and_held_out_text_are_separate_and_long():
     train, held_out = letters(train=True), letters(train=False)
     assert len(train) > 300_000 and len(held_out) == pytest.approx(len(train) / 9, rel=1e-3)
@@ -49,6 +63,8 @@ def test_skipped_batches_are_not_drawn_again():
     fourth = list(itertools.islice(batches(letters(), 4, 8), 4))[-1]
     first = next(batches(letters(), 4, 8, skip=3))
     assert all(torch.equal(*pair) for pair in zip(fourth, first, strict=True))
+    with pytest.raises(ValueError, match="skip must be 0 or more batches, got -1"):
+        batches(letters(), 4, 8, skip=-1)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -80,11 +96,12 @@ def test_ranks_divide_the_batches_of_a_single_process(world_size):
             {"batch_size": 6, "length": 2, "world_size": 4},
             "6 sequences .* 4 ranks",
         ),
+        (torch.arange(8), {"batch_size": 4, "length": 2, "rank": 1}, "rank 1 isn't one of 1 ranks"),
     ],
 )
-def test_impossible_batches_are_rejected(tokens, asked, message):
+def test_impossible_batches_are_rejected_immediately(tokens, asked, message):
     with pytest.raises(ValueError, match=message):
-        next(batches(tokens, **asked))
+        batches(tokens, **asked)
 
 
 def test_a_sequence_longer_than_the_models_is_rejected():

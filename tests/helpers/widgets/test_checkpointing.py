@@ -24,6 +24,12 @@ def test_the_last_segment_takes_the_remaining_layers(gpu):
     assert run_step(10, 4, gpu).calls == [2] * 6 + [1] * 4
 
 
+@pytest.mark.parametrize("segments", [0, 6])
+def test_run_step_rejects_an_impossible_number_of_segments(gpu, segments):
+    with pytest.raises(ValueError, match="5 layers can be split into 1 to 5 segments"):
+        run_step(5, segments, gpu)
+
+
 def test_the_table_shows_bytes_and_calls(gpu):
     table = run_table(run_step(4, 1, gpu), run_step(4, 2, gpu))
     assert table.rows[0][3] == 4 and table.rows[1][3] == "6, 2 of them recomputed"

@@ -69,6 +69,11 @@ def test_answer_matches_what_fully_shard_keeps_and_sends():
     assert sent_bytes == pytest.approx(found.inside_bytes, rel=0.001)
 
 
+def test_answer_rejects_partly_filled_hosts():
+    with pytest.raises(ValueError, match="12 GPUs are neither full hosts"):
+        answer(LETTERS, 12, DDP)
+
+
 def test_the_controls_redraw(monkeypatch):
     drawn = []
     monkeypatch.setattr(

@@ -7,6 +7,7 @@ from cells import cell
 
 import vgpu
 from vgpu import launch
+from vgpu.launch.launcher import free_port
 
 
 def errors_of_wrong_calls(device):
@@ -171,3 +172,30 @@ def test_a_collective_rejects_dtypes_of_equal_size_that_differ_among_ranks():
     )
     with pytest.raises(RuntimeError, match=words):
         launch.run(main, 2, gpu="V100")
+
+
+def test_a_groups_collectives_still_run_when_the_rank_that_served_its_store_has_gone():
+    main = cell(
+        """
+        def main(rank, world_size, port):
+            dist.destroy_process_group()
+            store = dist.TCPStore("localhost", port, world_size, is_master=rank == 0)
+            dist.init_process_group("vccl", store=store, rank=rank, world_size=world_size)
+            group = dist.new_group([1, 2])
+            x = torch.ones(2, device="vgpu")
+            if rank == 0:
+                store.get("done")
+                dist.destroy_process_group()
+                return x.tolist()  # the store ends with its last reference
+            dist.all_reduce(x, group=group)
+            store.set("done", "")
+            try:
+                while True:
+                    store.check(["anything"])
+            except dist.DistError:
+                dist.all_reduce(x, group=group)
+            return x.tolist()
+        """
+    )["main"]
+    results = launch.run(main, 3, free_port(), gpu="V100", timeout_s=60)
+    assert results == [[1, 1], [4, 4], [4, 4]]
