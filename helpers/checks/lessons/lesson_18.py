@@ -35,7 +35,7 @@ def keys_and_values(answer: Callable[..., Any]) -> dict[str, Any]:
             shape = (batch, heads, new, width)
             news[layer].append((torch.randn(shape), torch.randn(shape)))
             given = (
-                f"pass {number + 1} of layer {layer}, with {new} new tokens: key and value {shape}"
+                f"pass {number + 1} of layer {layer}, new tokens: {new}; key and value {shape}"
             )
             with for_input(
                 given, "cache is empty at first. Tokens are dimension 2 of each tensor."
@@ -93,7 +93,7 @@ def cache_of_one_gpu(answer: Callable[..., Any]) -> dict[str, Any]:
         server = Server(sizes, tp, weight_bits=16, cache_bits=bits)
         right = server.cache_bytes_per_token * sequences * tokens
         given = (
-            f"{sizes.layers} layers, {sizes.key_value_heads} key-value heads of width "
+            f"layers: {sizes.layers}, key-value heads: {sizes.key_value_heads}, head width: "
             f"{sizes.head_width}, {sequences} sequences of {tokens} tokens, {bits} bits, tp {tp}"
         )
         with for_input(given):
@@ -111,7 +111,7 @@ def cache_of_one_gpu(answer: Callable[..., Any]) -> dict[str, Any]:
         server = Server(LLAMA["70B"], gpus, weight_bits=bits, cache_bits=bits)
         caches = answer(server.sizes, 100, 16_000, bits, gpus)
         room = server.cache_tokens * server.cache_bytes_per_token
-        fits[f"100 documents of 16,000 tokens, 70B in {format_name} on {gpus} H100s"] = (
+        fits[f"100 users with 16,000 tokens, 70B in {format_name} on {gpus} H100s"] = (
             f"{'yes' if caches <= room else 'no'}: {format_bytes(caches)} on each GPU, where the weights "
             f"leave {format_bytes(room)}"
         )
@@ -177,7 +177,7 @@ def draw_from_split_vocabulary(answer: Callable[..., Any]) -> dict[str, Any]:
                 most = 2 * 8 * batch * ranks  # a value of 4 bytes and an index of 8, or both as 8
                 if spent > most:
                     raise Wrong(
-                        yours=f"{format_bytes(spent)} in {len(calls)} collectives",
+                        yours=f"{format_bytes(spent)}; collectives: {len(calls)}",
                         expected=f"at most two numbers per sequence from each rank, {most} B",
                         hint="The tokens are right, but over budget: choose on each rank first.",
                     )
