@@ -34,9 +34,7 @@ def keys_and_values(answer: Callable[..., Any]) -> dict[str, Any]:
         for layer, cache in enumerate(caches):
             shape = (batch, heads, new, width)
             news[layer].append((torch.randn(shape), torch.randn(shape)))
-            given = (
-                f"pass {number + 1} of layer {layer}, new tokens: {new}; key and value {shape}"
-            )
+            given = f"pass {number + 1} of layer {layer}, new tokens: {new}; key and value {shape}"
             with for_input(
                 given, "cache is empty at first. Tokens are dimension 2 of each tensor."
             ):
