@@ -183,7 +183,9 @@ def first_to_differ(apart: Mapping[str, Sequence[float]], device: object) -> Non
     axes.tick_params(length=0)
     axes.grid(visible=False)
     title(
-        axes, "A lost part shows sooner, later, or never", f"distance in nats, measured, {device}"
+        axes,
+        "A lost part shows up sooner, later, or never",
+        f"distance in nats, measured, {device}",
     )
     each = "; ".join(
         f"without {part}, "

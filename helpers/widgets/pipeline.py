@@ -91,8 +91,8 @@ def answer(kind: str, devices: int, micro_batches: int, gpu: str | None = None) 
         return Answer(simulate(schedule), peaks_in_flight(schedule), None, None)
     if BATCH % micro_batches or LAYERS % schedule.stages:
         raise ValueError(
-            f"{BATCH} sequences in {micro_batches} micro-batches, or {LAYERS} layers in "
-            f"{schedule.stages} stages, do not divide evenly"
+            f"{BATCH} sequences don't divide evenly into {micro_batches} micro-batches, or "
+            f"{LAYERS} layers into {schedule.stages} stages"
         )
     cost = layer_cost(gpu, BATCH // micro_batches)
     layers = LAYERS // devices

@@ -44,9 +44,7 @@ def loss_today(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
         if torch.allclose(gradient, hidden_gradient):
             hint = "This is still the gradient of loss_2017: one edit is hidden from autograd."
         elif torch.allclose(gradient, copied_gradient):
-            hint += (
-                " Replaced values must pass no gradient on, but the edit is hidden from autograd."
-            )
+            hint += " Replaced values must not pass a gradient on, but the edit is hidden from autograd."
         expect_close(gradient, right_gradient, hint=hint)
     before_off, off = ((g - right_gradient).abs().max() for g in (hidden_gradient, gradient))
     return {

@@ -82,7 +82,7 @@ def _check_one_evaluation(
         raise Wrong(
             yours=f"{'train' if model.training else 'eval'} mode",
             expected=f"{mode} mode",
-            given=f"the model's mode afterwards; {given}",
+            given=f"the model's mode afterward; {given}",
             hint="Save model.training before model.eval(), and restore it at the end.",
         )
     return expected
@@ -380,7 +380,7 @@ def _compare_epoch(part: Trainer, whole: Trainer, done: int, ends: int, given: s
             hint = "Skip exactly the batches that are already done, no more and no fewer."
         elif epoch != left:
             hint = (
-                "A different shuffle: some items come twice in the epoch, others never. Set "
+                "A different shuffle: some items appear twice in the epoch, others never. Set "
                 "loader.generator back to `order` before you iterate."
             )
         else:

@@ -63,7 +63,7 @@ def _hint_for_sum(yours: Any, total: Any, own: torch.Tensor) -> str:
     if yours.numel() < total.numel():
         return "This is only one part of the sum. Collect the other ranks' parts, too."
     if yours.shape == total.shape and yours.dtype != total.dtype:
-        return "The sum and the tensor have different dtypes: make outputs with new_empty."
+        return "The sum and the tensor have different dtypes: create outputs with new_empty."
     return "The parts of the sum, in rank order, form the full sum."
 
 

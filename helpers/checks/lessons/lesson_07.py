@@ -300,7 +300,7 @@ def _judge(
             f"This is {count} times too large: the mean over {count} micro-batches divides by it."
         )
     elif torch.allclose(2 * gradient, expected, rtol=1e-4, atol=1e-6):
-        hint = "This is half the right gradient, on 2 ranks: DDP already divides by their number."
+        hint = "This is half the right gradient, on 2 ranks: DDP already divides by that number."
     expect_close(gradient, expected, hint=hint, rtol=1e-4, atol=1e-6)
     if sent_bytes > once:
         raise Wrong(

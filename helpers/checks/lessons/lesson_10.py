@@ -59,7 +59,7 @@ def _judge_order(schedule: Schedule, micro_batches: int) -> str:
     if simulated.makespan > longest:
         raise Wrong(
             yours=f"{simulated.makespan:g} units of time\n{drawn}",
-            expected=f"at most {longest}, as GPipe takes",
+            expected=f"at most {longest}, as long as GPipe takes",
             hint="It fits in memory, but devices wait: the first stages can run more forwards early on.",
         )
     return (

@@ -107,7 +107,7 @@ def test_layer_cost_leaves_virtual_gpus_as_they_were():
     ("choice", "said"),
     [
         (("interleaved 1F1B, 2 chunks", 8, 4), "4 isn't a multiple of 8"),
-        (("1F1B", 8, BATCH * 2, "H100"), "do not divide evenly"),
+        (("1F1B", 8, BATCH * 2, "H100"), "don't divide evenly"),
     ],
 )
 def test_show_answer_explains_an_impossible_schedule(choice, said, drawn, capsys):
