@@ -310,7 +310,7 @@ def interrupted(
     show(
         fig,
         f"Accuracy by epoch. The uninterrupted run ends at {percent[0][-1]:.1f}%. The other run "
-        f"has {percent[1][stopped_after - 1]:.1f}% at its checkpoint of epoch {stopped_after}, is "
+        f"has {percent[1][stopped_after - 1]:.1f}% at its checkpoint after {stopped_after} epochs, is "
         f"killed {lost:.1f} epochs later, is resumed, and ends at {percent[1][-1]:.1f}%.",
     )
 

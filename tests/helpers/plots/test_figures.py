@@ -147,5 +147,5 @@ def test_before_and_after_marks_undefined_results(drawn):
 
 def test_interrupted_says_where_the_run_was_killed(alts):
     run = [(2, 0.5), (2, 0.8), (2, 0.9)]
-    plots.interrupted(run, run, stopped_after=1, lost=0.25)
-    assert "has 50.0% at its checkpoint of epoch 1, is killed 0.2 epochs later" in alts[0]
+    plots.interrupted(run, run, stopped_after=2, lost=0.25)
+    assert "has 80.0% at its checkpoint after 2 epochs, is killed 0.2 epochs later" in alts[0]
