@@ -2,6 +2,6 @@
 
 from vgpu.launch.failures import LaunchError, RankDied, RankRaised, RanksHung
 from vgpu.launch.launcher import run
-from vgpu.launch.rank import warm_up
+from vgpu.launch.processes import start_forkserver as warm_up
 
 __all__ = ["LaunchError", "RankDied", "RankRaised", "RanksHung", "run", "warm_up"]

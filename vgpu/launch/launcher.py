@@ -26,9 +26,8 @@ import torch.distributed as dist
 import vgpu
 from vgpu.launch import failures, hangs
 from vgpu.launch.failures import LaunchError
-from vgpu.launch.output import RankOutput
-from vgpu.launch.processes import RankProcess, RankProcesses
-from vgpu.launch.rank import SOCKETS_FOLDER, Job, dumps_call, inside_rank, result_path
+from vgpu.launch.processes import SOCKETS_FOLDER, RankOutput, RankProcess, RankProcesses
+from vgpu.launch.rank import Job, dumps_call, inside_rank, result_path
 
 RANKS_PER_CORE = 16
 """The limit on ranks per core; more would mostly wait for each other and fill up memory."""

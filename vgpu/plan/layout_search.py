@@ -27,7 +27,7 @@ import torch
 from tqdm import tqdm
 
 from vgpu.launch import launcher
-from vgpu.launch.rank import context, main_module_hidden
+from vgpu.launch.processes import context, main_module_hidden
 from vgpu.plan import estimate
 from vgpu.plan.layout import RECOMPUTE, Layout
 from vgpu.plan.pipelines import predict
