@@ -19,7 +19,7 @@ import torch.nn.parallel.data_parallel
 from torch.utils import backend_registration
 
 from vgpu import torch_releases
-from vgpu.collectives import dispatch, process_groups, wrappers
+from vgpu.collectives import dispatch, process_groups
 from vgpu.hardware import GPUSpec, Link, get_link, get_spec
 from vgpu.memory import gpus, snapshot
 from vgpu.tensor import cuda_kernels, kernels, methods, refusals, shapes
@@ -49,7 +49,6 @@ _PATCHES = (
     refusals,
     serialization,
     shapes,
-    wrappers,
 )
 
 _FREE_NAME = "privateuseone"
