@@ -30,7 +30,6 @@ from vgpu.collectives.table import Call
 from vgpu.memory import gpus
 from vgpu.memory.blocks import Block
 from vgpu.memory.gpus import VirtualGPU
-from vgpu.tensor import compute
 from vgpu.tensor.methods import cpp_device
 from vgpu.tensor.refusals import is_virtual_device, refusing_virtual
 from vgpu.tensor.tensor import VirtualTensor, wrap
@@ -411,17 +410,17 @@ def _read_offset(module: ModuleType, changes: Changes) -> None:
     class PhiloxState(module._PhiloxState):  # type: ignore[name-defined]
         @property
         def offset(self) -> torch.Tensor:
-            if len(self._state) == compute.PHILOX_BYTES:
+            if len(self._state) == gpus.PHILOX_BYTES:
                 offset: torch.Tensor = super().offset
                 return offset
-            return compute.offset_in(self._state)
+            return gpus.offset_in(self._state)
 
         @offset.setter
         def offset(self, offset: torch.Tensor) -> None:
-            if len(self._state) == compute.PHILOX_BYTES:
+            if len(self._state) == gpus.PHILOX_BYTES:
                 self._state[8:] = offset.view(torch.uint8)
             else:
-                compute.set_offset_in(self._state, int(offset))
+                gpus.set_offset_in(self._state, int(offset))
 
     changes.set(module, "_PhiloxState", PhiloxState)
 

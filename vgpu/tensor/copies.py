@@ -9,7 +9,7 @@ import torch
 
 from vgpu.memory import gpus
 from vgpu.tensor import observer
-from vgpu.tensor.compute import counting_versions, default_generator
+from vgpu.tensor.compute import counting_versions
 from vgpu.tensor.lookup import Output, look_up, signature_of
 from vgpu.tensor.methods import HOST, Place, has_values
 from vgpu.tensor.operators import (
@@ -252,7 +252,7 @@ def native_dropout(func: Operator, args: Args, kwargs: Kwargs) -> Any:
         return wrap_result(func(values, p, train), source._gpu, "native_dropout")
     kept = 1.0 - p
     mask = torch.empty_like(values, dtype=torch.bool)  # same strides, like the CPU's dropout
-    mask.bernoulli_(kept, generator=default_generator(source._gpu))
+    mask.bernoulli_(kept, generator=gpus.default_generator(source._gpu))
     result = values.mul(mask).mul_(1.0 / kept if kept else 0.0)
     return wrap_result((result, mask), source._gpu, "native_dropout")
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from vgpu.memory import gpus
-from vgpu.tensor.compute import default_generator
 from vgpu.torch_patches import device_module
 from vgpu.torch_patches.undo import Changes
 
@@ -45,7 +44,7 @@ class _Generators:
         return gpus.device_count()
 
     def __getitem__(self, index: int) -> torch.Generator:
-        return default_generator(gpus.meant_by(index))
+        return gpus.default_generator(gpus.meant_by(index))
 
 
 def _get_arch_list() -> list[str]:

@@ -19,7 +19,6 @@ from vgpu.memory import gpus, snapshot
 from vgpu.memory.blocks import DeviceMemory
 from vgpu.memory.gpus import current_index as current_device  # noqa: F401
 from vgpu.memory.gpus import device_count, meant_by  # noqa: F401
-from vgpu.tensor.compute import default_generator
 from vgpu.time import recording
 from vgpu.time.streams import Event, Stream, current_stream, default_stream, set_stream  # noqa: F401
 
@@ -231,18 +230,18 @@ def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
 
 def manual_seed(seed: int) -> None:
     """Seed the current device's generator."""
-    default_generator(meant_by(None)).manual_seed(seed)
+    gpus.default_generator(meant_by(None)).manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
     """Seed all devices' generators with the same seed; ``torch.manual_seed`` calls this."""
     for index in range(gpus.device_count()):
-        default_generator(gpus.by_index(index)).manual_seed(seed)
+        gpus.default_generator(gpus.by_index(index)).manual_seed(seed)
 
 
 def seed() -> None:
     """Seed the current device's generator with a random seed."""
-    default_generator(meant_by(None)).seed()
+    gpus.default_generator(meant_by(None)).seed()
 
 
 def seed_all() -> None:
@@ -251,16 +250,16 @@ def seed_all() -> None:
 
 
 def initial_seed() -> int:
-    return default_generator(meant_by(None)).initial_seed()
+    return gpus.default_generator(meant_by(None)).initial_seed()
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
     """Return the state of a device's generator, as a byte tensor on the CPU."""
-    return default_generator(meant_by(device)).get_state()
+    return gpus.default_generator(meant_by(device)).get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
-    default_generator(meant_by(device)).set_state(new_state)
+    gpus.default_generator(meant_by(device)).set_state(new_state)
 
 
 def get_rng_state_all() -> list[torch.Tensor]:

@@ -24,7 +24,6 @@ from vgpu.memory import gpus
 from vgpu.memory.blocks import Block
 from vgpu.tensor import autocast as casting
 from vgpu.tensor import views
-from vgpu.tensor.compute import make_generator
 from vgpu.tensor.methods import HELD, cpp_device, naming_devices
 from vgpu.tensor.tensor import VirtualTensor
 from vgpu.time import streams
@@ -60,7 +59,7 @@ _FUNCTIONS = {
 }
 # Classes that C++ can't instantiate for a virtual GPU.
 _CLASSES: dict[str, Callable[..., Any]] = {
-    "Generator": make_generator,
+    "Generator": gpus.make_generator,
     "Stream": streams.make_stream,
     "Event": streams.make_event,
 }
