@@ -9,8 +9,6 @@ import torch
 
 from vgpu.memory import gpus
 from vgpu.tensor import observer
-from vgpu.tensor.compute import counting_versions
-from vgpu.tensor.lookup import Output, look_up, signature_of
 from vgpu.tensor.methods import HOST, Place, has_values
 from vgpu.tensor.operators import (
     Args,
@@ -24,6 +22,7 @@ from vgpu.tensor.operators import (
     shape_handler,
 )
 from vgpu.tensor.refusals import refuse_tangents
+from vgpu.tensor.results import Output, counting_versions, look_up, signature_of
 from vgpu.tensor.tensor import (
     ShapeTensor,
     VirtualTensor,

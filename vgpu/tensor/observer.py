@@ -6,9 +6,9 @@ from typing import Any, Protocol
 import torch
 
 from vgpu.memory.gpus import VirtualGPU
-from vgpu.tensor.lookup import Result
 from vgpu.tensor.methods import TensorMethods
 from vgpu.tensor.operators import Args, Kwargs, OperatorInfo, tensors_in
+from vgpu.tensor.results import Result
 
 
 class Operation:

@@ -17,17 +17,6 @@ import torch
 from vgpu.memory.blocks import Block
 from vgpu.memory.gpus import VirtualGPU
 from vgpu.tensor import observer, refusals
-from vgpu.tensor.compute import compute, refuse_host_memory, require_room, set_inner_device
-from vgpu.tensor.lookup import (
-    RESULTS,
-    Output,
-    Result,
-    look_up,
-    output_like,
-    place_of_shape,
-    require_shapes,
-    signature_of,
-)
 from vgpu.tensor.methods import (
     HOST,
     Place,
@@ -50,6 +39,20 @@ from vgpu.tensor.operators import (
     named_arguments,
 )
 from vgpu.tensor.refusals import refuse_tangents
+from vgpu.tensor.results import (
+    RESULTS,
+    Output,
+    Result,
+    compute,
+    look_up,
+    output_like,
+    place_of_shape,
+    refuse_host_memory,
+    require_room,
+    require_shapes,
+    set_inner_device,
+    signature_of,
+)
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _in_inference_mode = torch.is_inference_mode_enabled

@@ -24,8 +24,8 @@ from vgpu.collectives.table import Call
 from vgpu.memory import gpus
 from vgpu.memory.gpus import VirtualGPU, in_backward
 from vgpu.tensor import copies, observer
-from vgpu.tensor.lookup import Result, signature_of
 from vgpu.tensor.observer import Operation, virtual_among
+from vgpu.tensor.results import Result, signature_of
 from vgpu.tensor.tensor import VirtualTensor, block_of
 from vgpu.time.costs import CostModel, Workload, touched_bytes, work_of
 from vgpu.time.host_threads import (
