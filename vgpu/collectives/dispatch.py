@@ -23,7 +23,7 @@ from vgpu.collectives.table import Call
 from vgpu.collectives.work import BorrowedBuffers, Ending, OwnMessage, Waiting, waited_for, work_of
 from vgpu.memory import gpus
 from vgpu.memory.gpus import VirtualGPU
-from vgpu.tensor.observer import virtual_among
+from vgpu.tensor.methods import virtual_among
 from vgpu.tensor.operators import (
     Args,
     Kwargs,

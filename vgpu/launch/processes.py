@@ -110,9 +110,8 @@ def _spawn(path: str, arguments: list[str], passed: list[int]) -> int:
     group is empty. The tracker ignores SIGTERM, and a dead forkserver stays a zombie of the kernel,
     so each shutdown would take 2.5 s. Both exit on their own when their parent does.
     """
-    # Importing creates millions of objects, none of them garbage; garbage collection would take
-    # a fifth of the import time. vgpu.launch.processes, the last import, turns the garbage collector
-    # back on.
+    # Importing creates millions of objects, none of them garbage; garbage collection would take a
+    # fifth of the import time. vgpu.launch.processes, the last import, turns the collector back on.
     *options, code = arguments
     inherited = [fd for fd in passed if not os.get_inheritable(fd)]
     for fd in inherited:
@@ -359,8 +358,8 @@ def _kill_descendants(pid: int) -> None:
 #
 # Each rank writes to its own pipe. Reading multiple pipes loses the order in which things were
 # printed, so the output of ranks that print in turn, with barriers in between, would be shuffled.
-# Therefore, every piece of text carries the time at which it was written; all processes on a machine
-# share one monotonic clock.
+# Therefore, every piece of text carries the time at which it was written; all processes on a
+# machine share one monotonic clock.
 
 MAX_OUTPUT_CHARACTERS = 1_000_000
 """How much each rank can print in one run; the rest is dropped to keep the notebook usable."""

@@ -91,8 +91,8 @@ def state_bytes(sizes: TransformerSizes, dp_shard: int = 1) -> int:
 #   al., 2019, Megatron-LM);
 # - ``context``: keys and values travel around a ring during attention; in the backward pass, their
 #   gradients travel with them (Liu et al., 2023, Ring attention);
-# - ``pipeline``: for each micro-batch, which is one sequence, hidden states go to the next stage and
-#   their gradients come back; with 1F1B, only the messages that fill and drain the pipeline are
+# - ``pipeline``: for each micro-batch, which is one sequence, hidden states go to the next stage
+#   and their gradients come back; with 1F1B, only the messages that fill and drain the pipeline are
 #   exposed;
 # - ``data``: once per step, parameters are gathered in bfloat16 during the first forward, and
 #   gradients are reduced in float32 during the last backward. The ``context`` ranks hold the same
@@ -269,8 +269,10 @@ def _check_mesh(sizes: Mapping[str, int], model: TransformerSizes, sequences: in
 #
 # If any GPU fails, all of them stop. The run then restarts, and repeats everything since its last
 # checkpoint. Failures occur at a constant rate (an exponential distribution), even while a
-# checkpoint is being written or a restart is in progress. Not modeled: asynchronous checkpoints, and
-# GPUs that slow down or compute wrong results instead of failing.
+# checkpoint is being written or a restart is in progress.
+#
+# Not modeled: asynchronous checkpoints, and GPUs that slow down or compute wrong results instead of
+# failing.
 
 # Grattafiori et al., 2024, The Llama 3 herd of models, 3.3.4: 419 unexpected interruptions in
 # 54 days on 16,384 H100s.

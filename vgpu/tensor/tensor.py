@@ -10,13 +10,14 @@ it, so tensors created by autograd's formulas are dispatched to ``run`` as well.
 import copy
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from vgpu.memory.blocks import Block
 from vgpu.memory.gpus import VirtualGPU
-from vgpu.tensor import observer, refusals
+from vgpu.tensor import refusals
 from vgpu.tensor.methods import (
     HOST,
     Place,
@@ -24,8 +25,8 @@ from vgpu.tensor.methods import (
     TensorMethods,
     count_bytes,
     strided_parts,
+    virtual_among,
 )
-from vgpu.tensor.observer import Observer, Operation, virtual_among
 from vgpu.tensor.operators import (
     KNOWN,
     Args,
@@ -128,6 +129,58 @@ _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 _NO_MODE = nullcontext()
 
 
+# What a recording of virtual time is told
+
+
+@dataclass(slots=True)
+class Operation:
+    """One call of an operator, as passed to a recording."""
+
+    info: OperatorInfo
+    args: Args
+    kwargs: Kwargs
+    inputs: Sequence[Any]  # the virtual tensors among the arguments
+    written: Sequence[Any]  # the tensors that the call modifies in place
+    gpu: VirtualGPU
+    stream: Any = None  # set by the recording, as is the host thread
+    host: Any = None
+
+
+class Observer(Protocol):
+    """Called by ``run`` and the handlers; implemented by ``Recording`` (time/recording.py)."""
+
+    def before(self, operation: Operation) -> None:
+        """Called before ``operation``. Puts garbage in place of what it reads too early."""
+
+    def after(self, operation: Operation, outputs: Any, result: Result | None) -> None:
+        """Called after ``operation``. For shapes, ``result`` is the looked-up result."""
+
+    def before_copy(self, source: torch.Tensor) -> torch.Tensor:
+        """Called before a copy. Returns what to read: ``source``, or garbage if it's too early."""
+
+    def after_copy(
+        self, source: torch.Tensor, target: torch.Tensor, in_place: bool, waits: bool
+    ) -> None:
+        """Called after a copy. ``waits`` says whether the host waits for it."""
+
+    def record_stream(self, used: Any, stream: torch.Stream) -> None:
+        """Called for ``used.record_stream(stream)``."""
+
+
+_observer: Observer | None = None
+
+
+def observer() -> Observer | None:
+    """Return the active recording, if any."""
+    return _observer
+
+
+def set_observer(recording: Observer | None) -> None:
+    """Make ``run`` and the handlers call a recording (``time.recording._switched_to``), or none."""
+    global _observer
+    _observer = recording
+
+
 # How an operation runs
 
 
@@ -157,7 +210,7 @@ def run(
             info.copies or virtual_among((*args, *kwargs.values()))
         ):
             return info.shape_handler(func, args, kwargs, mode)
-        now = observer.recording
+        now = _observer
 
     # Read the arguments: the CPU tensors inside, or what determines the shapes of the results.
     inputs: list[VirtualTensor] = []
@@ -241,14 +294,15 @@ def run_unrecorded(
 
 
 def _run_handler(info: OperatorInfo, handler: Handler, args: Args, kwargs: Kwargs) -> Any:
-    if observer.recording is None or info.records_itself:
+    now = _observer
+    if now is None or info.records_itself:
         return handler(info.func, args, kwargs)
     inputs = virtual_among((*args, *kwargs.values()))
     written = info.written(args, kwargs)
     operation = Operation(info, args, kwargs, inputs, written, inputs[0]._gpu)
-    observer.recording.before(operation)
+    now.before(operation)
     outputs = handler(info.func, operation.args, operation.kwargs)
-    observer.recording.after(operation, outputs, None)
+    now.after(operation, outputs, None)
     return outputs
 
 
