@@ -238,8 +238,8 @@ def _report(made: Cluster, timeline: Timeline) -> str:
 # Both run PyTorch's own code, on shapes. DataParallel is one process whose threads compete for the
 # GIL. Each launch in the forward pass holds it for part of the time (``CostModel.locked_share``),
 # and every iteration broadcasts the parameters from GPU 0 and reduces the gradients there. In DDP,
-# one rank of a virtual cluster, with its share of the batch, represents all ranks; each rank has its
-# own process, and all-reduces a bucket of gradients as soon as the backward pass has filled it.
+# one rank of a virtual cluster, with its share of the batch, represents all ranks; each rank has
+# its own process, and all-reduces a bucket of gradients as soon as the backward pass has filled it.
 #
 # Not modeled: for DDP, differences between ranks; for DataParallel, the copies of parameters into
 # the broadcast's buffers.

@@ -1,8 +1,9 @@
 """Process groups for tensors on virtual GPUs, and what builds on them: DTensor, DDP, FSDP2.
 
-The backend ``vccl`` is to ``vgpu`` what ``nccl`` is to ``cuda``: the device type's default. Underneath, gloo
-carries the bytes (dispatch.py). Since that needs a CPU backend, a ``vccl`` group also accepts CPU
-tensors, which NCCL would reject. Features that only NCCL has are emulated or rejected here.
+The backend ``vccl`` is to ``vgpu`` what ``nccl`` is to ``cuda``: the device type's default.
+Underneath, gloo carries the bytes (dispatch.py). Since that needs a CPU backend, a ``vccl`` group
+also accepts CPU tensors, which NCCL would reject. Features that only NCCL has are emulated or
+rejected here.
 
 The second half of the file has the patches for DTensor, DDP, FSDP2, pipelines and symmetric memory.
 """
