@@ -36,7 +36,7 @@ from vgpu.tensor.operators import (
 from vgpu.tensor.tensor import VirtualTensor, run_unrecorded
 from vgpu.time import recording
 from vgpu.time.recording import Recording, gpu_of
-from vgpu.time.streams import Stream
+from vgpu.torch_patches.device_module import Stream
 from vgpu.torch_patches.undo import Changes
 
 

@@ -29,7 +29,7 @@ def rounded(request_bytes: int) -> int:
     return -(-request_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
 
 
-several_streams = False  # set by time/streams.py; until then, each block is on a default stream
+several_streams = False  # set by ``set_stream``; until then, each block is on a default one
 
 
 class Borrowed(Protocol):

@@ -56,7 +56,7 @@ _by_device: dict[torch.device, VirtualGPU] = {}
 
 
 class _Choices(threading.local):
-    """A thread's current device, and its current stream on each device (time/streams.py)."""
+    """A thread's current device, and its current stream on each device."""
 
     def __init__(self) -> None:
         self.index = 0

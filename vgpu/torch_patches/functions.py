@@ -26,7 +26,6 @@ from vgpu.tensor import autocast as casting
 from vgpu.tensor import views
 from vgpu.tensor.methods import HELD, cpp_device, naming_devices
 from vgpu.tensor.tensor import VirtualTensor
-from vgpu.time import streams
 from vgpu.torch_patches import device_module
 from vgpu.torch_patches.undo import Changes
 
@@ -57,11 +56,36 @@ _FUNCTIONS = {
     "_accelerator_getDeviceStats": device_module.memory_stats,
     "_accelerator_resetPeakStats": device_module.reset_peak_memory_stats,
 }
+_PlainStream, _PlainEvent = torch.Stream, torch.Event
+
+
+def make_stream(*args: Any, **kwargs: Any) -> torch.Stream:
+    """Create what ``torch.Stream(device, priority)`` returns while virtual GPUs are enabled."""
+    device = args[0] if args else kwargs.get("device")
+    if "stream_id" in kwargs or not _is_virtual(device):
+        return _PlainStream(*args, **kwargs)
+    return device_module.Stream(
+        device, *args[1:], **{k: v for k, v in kwargs.items() if k != "device"}
+    )
+
+
+def make_event(device: Any = None, **options: Any) -> torch.Event:
+    """Create what ``torch.Event(device, ...)`` returns while virtual GPUs are enabled."""
+    return device_module.Event(**options) if _is_virtual(device) else _PlainEvent(device, **options)
+
+
+def _is_virtual(device: Any) -> bool:
+    """Whether a device is a virtual GPU; None or an index means the accelerator, which is one."""
+    if device is None or isinstance(device, int):
+        return True
+    return gpus.resolve(torch.device(device)) is not None
+
+
 # Classes that C++ can't instantiate for a virtual GPU.
 _CLASSES: dict[str, Callable[..., Any]] = {
     "Generator": gpus.make_generator,
-    "Stream": streams.make_stream,
-    "Event": streams.make_event,
+    "Stream": make_stream,
+    "Event": make_event,
 }
 
 
