@@ -29,6 +29,7 @@ from vgpu.tensor import (
     autocast,
     copies,
     cuda_kernels,
+    in_place,
     methods,
     parts,  # noqa: F401  it registers handlers
     refusals,
@@ -42,7 +43,6 @@ from vgpu.time.timeline import Timeline
 from vgpu.torch_patches import (
     attention,
     compile,
-    data_parallel,
     device_module,
     functions,
     serialization,
@@ -327,9 +327,9 @@ _PATCHES = (
     attention.install,
     compile.install,
     cuda_kernels.install,
-    data_parallel.install,
     dispatch.install,
     functions.install,
+    in_place.install,
     _install_kernels,
     autocast.install,
     methods.install,

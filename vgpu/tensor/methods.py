@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vgpu.memory import gpus
 from vgpu.memory.blocks import Block
 from vgpu.memory.gpus import VirtualGPU
-from vgpu.tensor import views
 from vgpu.tensor.operators import Args, Kwargs, Operator, tensors_in
 from vgpu.tensor.refusals import subclass_refused
 from vgpu.torch_patches.undo import Changes
@@ -207,10 +206,6 @@ class TensorMethods(torch.Tensor):
 
     def __format__(self, format_spec: str) -> str:
         return self.item().__format__(format_spec) if self.dim() == 0 else repr(self)
-
-
-for name in views.RESHAPING:
-    setattr(TensorMethods, name, views.keeping_views(getattr(torch.Tensor, name)))
 
 
 SHAPES: set[type] = set()

@@ -63,7 +63,7 @@ set_cpp_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 class VirtualTensor(TensorMethods):
     """A tensor on a virtual GPU; created by torch's own functions, never directly."""
 
-    # There are no slots, because a plain tensor that becomes virtual (torch_patches/functions.py)
+    # There are no slots, because a plain tensor that becomes virtual (in_place.py)
     # has none. torch's functions run unchanged; only TensorMethods knows the virtual device's name.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
