@@ -6,6 +6,10 @@ constants. Settings are the defaults, or ``expandable_segments:True``.
 
 The model leaves out ``record_stream``, which on CUDA delays the reuse of a block until another
 stream has caught up, and memory that's allocated outside the allocator (the CUDA context, NCCL).
+``Reserve``, what a virtual GPU would reserve, also differs from CUDA's allocator in two ways:
+outside a recording of virtual time, it assumes that a backward pass allocates on the default
+stream; and if fragmentation leaves no room, CUDA's allocator fails, whereas a virtual GPU exceeds
+its capacity.
 """
 
 import itertools
@@ -371,10 +375,6 @@ def _rounded_up(size_bytes: int, step_bytes: int) -> int:
 # ``Reserve`` is behind ``torch.vgpu.memory_reserved`` and similar functions. Simulating the
 # allocator takes longer than logging, so allocations are logged, in 8 bytes each, and the allocator
 # processes the log when it's queried or when the log gets long.
-#
-# Besides what the model leaves out, ``Reserve`` differs from CUDA's allocator in two ways. Outside a
-# recording of virtual time, it assumes that a backward pass allocates on the default stream. And if
-# fragmentation leaves no room, CUDA's allocator fails, whereas a virtual GPU exceeds its capacity.
 
 # A nonnegative log entry is a new block: its bytes and stream. A negative entry is _FREE minus a
 # block's number, or one of the other codes; _RESIZE is followed by the block's number, and then by
