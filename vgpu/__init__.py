@@ -2,9 +2,8 @@
 
 from vgpu import torch_releases  # noqa: F401  first: it rejects a torch that is too old
 from vgpu.backend import disable, enable, is_enabled
-from vgpu.collectives.cluster import Cluster, cluster
+from vgpu.collectives.cluster import Cluster, cluster, data_parallel_iteration, ddp_iteration
 from vgpu.hardware import LINKS, NETWORKS, PRESETS, GPUSpec, Link, Network, get_spec
-from vgpu.iterations import data_parallel_iteration, ddp_iteration
 from vgpu.memory.blocks import record_memory
 from vgpu.run_program import load_ipython_extension, unload_ipython_extension  # noqa: F401
 from vgpu.tensor.methods import NoValueError

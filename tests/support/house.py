@@ -24,7 +24,6 @@ ORDER = [
     "vgpu.collectives",
     "vgpu.backend",
     "vgpu.collectives.cluster",
-    "vgpu.iterations",
     "vgpu.cuda_is_vgpu",
     "vgpu.run_program",
     "vgpu.__main__",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from teaching import lessons
 from teaching.lessons import Cell
-from vgpu.launch import rank
+from vgpu.launch import processes
 from vgpu.launch.rank import as_if_fresh
 
 # Cell ids and sources.
@@ -34,11 +34,11 @@ def run_of(cells: Iterable[Cell], before: str = "") -> Run:
 
 def outcome(run: Run) -> tuple[str, str]:
     """Return the failed cell's id and its "<error type>: <message>", or two empty strings."""
-    context = rank.context()
+    context = processes.context()
     receiving, sending = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="run-") as folder:
         process = context.Process(target=_run, args=(run, Path(folder), sending))
-        with rank.main_module_hidden():
+        with processes.main_module_hidden():
             process.start()
         sending.close()
         try:

@@ -9,7 +9,7 @@ from learners import SOLUTIONS, hand_in, is_alive, statuses
 
 from teaching import class_check
 from teaching.judging import Limits
-from vgpu.launch import rank
+from vgpu.launch import processes
 
 AS_IN_A_NOTEBOOK = """
 %matplotlib widget
@@ -191,8 +191,8 @@ def test_killing_the_class_check_terminates_the_judges(tmp_path):
     waits = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
     hand_in(tmp_path / "class", "one", {"4.1": waits + "time.sleep(600)"})
     arguments = [str(tmp_path / "class")]
-    check = rank.context().Process(target=class_check.main, args=(arguments,))
-    with rank.main_module_hidden():
+    check = processes.context().Process(target=class_check.main, args=(arguments,))
+    with processes.main_module_hidden():
         check.start()
     wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
     check.kill()

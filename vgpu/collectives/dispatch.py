@@ -23,7 +23,7 @@ from vgpu.collectives.table import Call
 from vgpu.collectives.work import BorrowedBuffers, Ending, OwnMessage, Waiting, waited_for, work_of
 from vgpu.memory import gpus
 from vgpu.memory.gpus import VirtualGPU
-from vgpu.tensor.observer import virtual_among
+from vgpu.tensor.methods import virtual_among
 from vgpu.tensor.operators import (
     Args,
     Kwargs,
@@ -36,7 +36,7 @@ from vgpu.tensor.operators import (
 from vgpu.tensor.tensor import VirtualTensor, run_unrecorded
 from vgpu.time import recording
 from vgpu.time.recording import Recording, gpu_of
-from vgpu.time.streams import Stream
+from vgpu.torch_patches.device_module import Stream
 from vgpu.torch_patches.undo import Changes
 
 

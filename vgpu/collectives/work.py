@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PythonCallbackWork
 
-from vgpu.collectives import wrappers
+from vgpu.collectives import process_groups
 from vgpu.collectives.table import Call, Tensors
 from vgpu.memory import blocks
 from vgpu.memory.gpus import VirtualGPU, in_backward
@@ -362,7 +362,7 @@ class _JoinWork(_PythonWork, dist.Work):
 
 
 def work_of(call: Call, ending: Ending) -> dist.Work:
-    is_for_ddp = call.name == "all_reduce" and call.group in wrappers.ddp_groups
+    is_for_ddp = call.name == "all_reduce" and call.group in process_groups.ddp_groups
     if is_for_ddp and in_backward():
         is_recorded = isinstance(ending.waiting, Waiting)
         if not is_recorded and isinstance(ending.gloos, dist.Work):

@@ -1,7 +1,6 @@
 """``launch.run`` runs functions from a notebook cell in processes that form a process group."""
 
-from vgpu.launch.failures import LaunchError, RankDied, RankRaised, RanksHung
-from vgpu.launch.launcher import run
-from vgpu.launch.rank import warm_up
+from vgpu.launch.launcher import LaunchError, RankDied, RankRaised, RanksHung, run
+from vgpu.launch.processes import start_forkserver as warm_up
 
 __all__ = ["LaunchError", "RankDied", "RankRaised", "RanksHung", "run", "warm_up"]

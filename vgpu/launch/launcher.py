@@ -6,29 +6,37 @@ def hello(rank, world_size):
 
 launch.run(hello, 4)                # [0, 1, 2, 3]
 launch.run(hello, 4, gpu="V100")    # each rank has its own GPU, real or virtual
+
+The order: ``run``, how it follows its ranks, what each rank gets, and the errors if there are no
+results.
 """
 
 import linecache
 import os
 import pickle
 import random
+import re
+import signal
 import socket
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 import vgpu
-from vgpu.launch import failures, hangs
-from vgpu.launch.failures import LaunchError
-from vgpu.launch.output import RankOutput
-from vgpu.launch.processes import RankProcess, RankProcesses
-from vgpu.launch.rank import SOCKETS_FOLDER, Job, dumps_call, inside_rank, result_path
+from vgpu.launch import hangs
+from vgpu.launch.hangs import RankState, user_call_site
+from vgpu.launch.processes import SOCKETS_FOLDER, RankOutput, RankProcess, RankProcesses
+from vgpu.launch.rank import Failure, Job, Result, crash_path, dumps_call, inside_rank, result_path
+from vgpu.units import format_bytes, format_seconds
 
 RANKS_PER_CORE = 16
 """The limit on ranks per core; more would mostly wait for each other and fill up memory."""
@@ -85,7 +93,7 @@ def run(
             _follow(processes, START_LIMIT_S, lambda rank: rank.joined is not None)
             _follow(processes, timeout_s, lambda rank: rank.outcome is not None)
         except KeyboardInterrupt:
-            where = hangs.explain(processes.ask_states(time_s=1), failures.name_file)
+            where = hangs.explain(processes.ask_states(time_s=1), name_file)
             print(f"Stopped. Where the ranks were:\n{where}")
             raise KeyboardInterrupt from None
         except LaunchError as error:
@@ -117,25 +125,25 @@ def _follow(
         certain = progress == before and hangs.is_deadlock(states, patience_s)
         if certain or now_s >= deadline_s:
             time_s = min(round(now_s - began_s, 1), deadline_s - began_s)
-            raise failures.hang_error(processes.ranks, states, time_s, certain)
+            raise hang_error(processes.ranks, states, time_s, certain)
         # A check costs the ranks a little time, and is less urgent the longer they have run.
         look_s = now_s + (now_s - began_s)
 
 
 def _raise_failure(processes: RankProcesses) -> None:
-    if not any(map(failures.has_failed, processes.ranks)):
+    if not any(map(has_failed, processes.ranks)):
         return
     # Listen for other failures: the first one reported need not be the first that happened.
     began_s = time.monotonic()
     until_s = began_s + 0.2
     while time.monotonic() < until_s:
         processes.listen(until_s)
-        if all(map(failures.has_lost_peer, filter(failures.has_failed, processes.ranks))):
+        if all(map(has_lost_peer, filter(has_failed, processes.ranks))):
             # These ranks lost a rank whose own death hasn't been noticed yet.
             until_s = min(time.monotonic() + 0.2, began_s + 5)
     if any(rank.died for rank in processes.ranks):
         processes.ask_states(time_s=1)
-    raise failures.failure_error(processes.ranks, processes.scratch)
+    raise failure_error(processes.ranks, processes.scratch)
 
 
 def _result(rank: int, scratch: Path) -> Any:
@@ -145,7 +153,7 @@ def _result(rank: int, scratch: Path) -> Any:
     except Exception as error:
         raise LaunchError(
             f"the result of rank {rank} was sent, but can't be unpickled here "
-            f"({type(error).__name__}: {str(error).rstrip('.')}). {failures.RETURN_WHAT}"
+            f"({type(error).__name__}: {str(error).rstrip('.')}). {RETURN_WHAT}"
         ) from error
 
 
@@ -296,3 +304,164 @@ def free_port() -> int:
         "found no free port for the ranks: tried 100 between 20000 and 29999. "
         "Choose one yourself, with --master-port or --rdzv-endpoint."
     )
+
+
+# What ``run`` raises if there are no results: which rank failed, where, and why
+
+RETURN_WHAT = "Return tensors, numbers, figures, state_dicts or model.module."
+
+# gloo's and NCCL's errors on a rank that lost its peer: the failure to report is the peer's.
+_LOST_PEER = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Connection refused"
+)
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+class LaunchError(RuntimeError):
+    """``launch.run`` has no results; the message says which rank failed, where and why."""
+
+
+class RankRaised(LaunchError):
+    """A rank raised an exception, called ``sys.exit``, or returned something that can't be sent.
+
+    ``__cause__`` is the rank's own exception, if it can be pickled.
+    """
+
+
+class RankDied(LaunchError):
+    """A rank's process was killed by a signal, or exited without raising an exception."""
+
+
+class RanksHung(LaunchError):
+    """Some ranks didn't return within the time limit, or never would have."""
+
+
+def has_failed(rank: RankProcess) -> bool:
+    """Whether a rank can no longer return a result."""
+    return rank.died or isinstance(rank.outcome, Failure)
+
+
+def has_lost_peer(rank: RankProcess) -> bool:
+    """Whether a rank failed only because it lost another rank."""
+    failure = rank.outcome
+    return isinstance(failure, Failure) and bool(_LOST_PEER.search(failure.summary))
+
+
+def failure_error(ranks: Sequence[RankProcess], scratch: Path) -> LaunchError:
+    """Return the error for the first rank that failed on its own."""
+    failed = sorted(filter(has_failed, ranks), key=lambda r: (has_lost_peer(r), _failed_ns(r)))
+    if failed[0].died:
+        return _died(failed[0], ranks, scratch)
+    # If multiple ranks raised the same error, it's random which was first: report the lowest rank.
+    same = [r for r in failed if _summary(r) == _summary(failed[0])]
+    first = min(same, key=lambda r: r.rank)
+    others = [r for r in failed if r is not first]
+    assert isinstance(first.outcome, Failure)
+    return _raised(first.rank, first.outcome, others, len(ranks))
+
+
+def hang_error(
+    ranks: Sequence[RankProcess], states: Sequence[RankState | None], time_s: float, certain: bool
+) -> RanksHung:
+    """Return the error for ranks that didn't return; ``certain`` if they never would have."""
+    late = [rank for rank in ranks if not isinstance(rank.outcome, Result)]
+    never = " and never would have" if certain else ""
+    return RanksHung(
+        f"after {format_seconds(time_s)}, {len(late)} of {len(ranks)} ranks had not returned"
+        f"{never}; all were stopped.\n{hangs.explain(states, name_file)}"
+    )
+
+
+def name_file(filename: str) -> str:
+    """Return the notebook's name for a cell, such as "Cell In[3]"; otherwise the file's name."""
+    return _cell_name(filename) or os.path.basename(filename)
+
+
+def _cell_name(filename: str) -> str | None:
+    if "IPython" not in sys.modules:
+        return None
+    shell = sys.modules["IPython"].get_ipython()
+    words = shell and shell.compile.format_code_name(filename)
+    return " ".join(words) if words else None
+
+
+def _failed_ns(rank: RankProcess) -> int:
+    if isinstance(rank.outcome, Failure):
+        return rank.outcome.stamp_ns
+    assert rank.ended_ns is not None
+    return rank.ended_ns
+
+
+def _raised(number: int, failure: Failure, others: list[RankProcess], world: int) -> RankRaised:
+    rank = f"rank {number} of {world}"
+    text = {
+        "raised": f"{rank} raised {failure.summary}",
+        "exited": f"{rank} called sys.exit before it returned: {failure.summary}",
+        "unreadable": f"{rank} couldn't unpickle the function sent to it: {failure.summary}",
+        "unsendable": (
+            f"{rank} returned something that can't be sent back through a file in "
+            f"{tempfile.gettempdir()}: "
+            f"{failure.summary}. {RETURN_WHAT}"
+        ),
+    }[failure.kind]
+    notes = []
+    same = [r.rank for r in others if _summary(r) == failure.summary]
+    if same:
+        notes.append(f"The same happened on {hangs.ranks_text(same)}.")
+    for other in others:
+        if other.rank not in same and not has_lost_peer(other):
+            notes.append(f"Then rank {other.rank} failed: {_summary(other)}")
+    if len(others) + 1 < world:
+        notes.append("The other ranks were stopped.")
+    if "at start of device string: vgpu" in failure.summary:
+        notes.append(
+            'The ranks have no virtual GPUs: pass a model, as in launch.run(..., gpu="H100").'
+        )
+    trace = "" if failure.kind == "unsendable" else _name_cells(failure.traceback)
+    error = RankRaised("\n\n".join(filter(None, [text, trace, "\n".join(notes)])))
+    if failure.exception is not None:
+        with suppress(Exception):  # unpickling may fail in this process; the error's text is above
+            error.__cause__ = pickle.loads(failure.exception)
+    return error
+
+
+def _summary(rank: RankProcess) -> str:
+    return rank.outcome.summary if isinstance(rank.outcome, Failure) else "its process died"
+
+
+def _name_cells(text: str) -> str:
+    def renamed(frame: re.Match[str]) -> str:
+        cell = _cell_name(frame[1])
+        return f"{cell}, line {frame[2]}" if cell else frame[0]
+
+    return _FRAME.sub(renamed, text)
+
+
+def _died(rank: RankProcess, ranks: Sequence[RankProcess], scratch: Path) -> RankDied:
+    code, world = rank.exit_code, len(ranks)
+    name = f"rank {rank.rank} of {world}"
+    if code is not None and code < 0:
+        known = {number.value: number.name for number in signal.Signals}
+        text = f"{name} was killed by signal {known.get(-code, -code)}."
+    else:
+        text = f"{name} exited with code {code} before it returned (os._exit, or C code)."
+    if code == -getattr(signal, "SIGKILL", 9):
+        text += (
+            f" The system does this when memory runs out: {world} ranks hold {world} copies of "
+            f"everything they use, and this machine now has "
+            f"{format_bytes(psutil.virtual_memory().available)} free. Try fewer ranks or less data."
+        )
+    elif code in (-getattr(signal, "SIGSEGV", 11), -getattr(signal, "SIGBUS", 7)):
+        text += " C code accessed memory that it doesn't own, or /dev/shm is full."
+    text += _crash_line(crash_path(scratch, rank.rank))
+    text = "\n".join([text, *hangs.mismatches([each.state for each in ranks])])
+    return RankDied(text + "\nThe other ranks were stopped." if world > 1 else text)
+
+
+def _crash_line(path: Path) -> str:
+    """Return the user's line, from what faulthandler wrote when the process crashed."""
+    text = path.read_text(errors="replace") if path.exists() else ""
+    _, _, current = text.partition("Current thread")
+    frames = [(name, int(line)) for name, line in _FRAME.findall(current.partition("\n\n")[0])]
+    call_site = user_call_site(frames)
+    return f"\nIt was at {hangs.at(call_site, name_file)}." if call_site else ""

@@ -1,29 +1,21 @@
-"""The child's side of ``launch.run``: what a rank receives, does, and sends back.
+"""The child's side of ``launch.run``: what a rank receives, does, and sends back."""
 
-Ranks are forked from a process that imports torch once, for all of them.
-"""
-
-import atexit
 import ctypes
 import faulthandler
-import gc
 import importlib
 import io
 import linecache
 import multiprocessing
-import multiprocessing.forkserver
-import multiprocessing.util
 import os
 import pickle
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import getclosurevars, isfunction
@@ -31,7 +23,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import IO, Any, NoReturn
-from unittest import mock
 
 import cloudpickle
 import numpy as np
@@ -39,127 +30,7 @@ import torch
 import torch.distributed as dist
 
 import vgpu
-from vgpu import backend
 from vgpu.launch.hangs import count_messages, rank_state
-from vgpu.launch.output import redirect
-
-# The process that ranks are forked from
-
-
-PRELOAD = (
-    "torch",
-    "torch._dynamo",  # every optimizer imports it
-    "torch.distributed.checkpoint",
-    "IPython",  # cells that ranks unpickle often use it
-    "vgpu.launch.rank",
-)
-"""The modules that the forkserver imports once, for all ranks, if they're installed."""
-
-SOCKETS_FOLDER = "LAUNCH_SOCKETS_FOLDER"
-"""The environment variable that names the folder that a forkserver removes when it exits."""
-
-# A socket's path can have 103 bytes on macOS, 107 on Linux, including the 32 bytes of
-# "/pymp-xxxxxxxx/listener-xxxxxxxx".
-_LONGEST_TMPDIR_BYTES = 103 - 32
-_main_lock = threading.Lock()
-
-
-def warm_up() -> None:
-    """Start importing torch for the ranks in the background, so the first run doesn't have to wait.
-
-    Returns immediately. Does nothing where the system has no forkserver (Windows).
-    """
-    context()
-
-
-def context() -> Any:
-    """Return the multiprocessing context: a running forkserver, or spawn if the system has none."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    forking = multiprocessing.get_context("forkserver")
-    forking.set_forkserver_preload(list(PRELOAD))
-    _ensure_running()
-    return forking
-
-
-@contextmanager
-def main_module_hidden() -> Iterator[None]:
-    """Keep multiprocessing from importing the parent's main script again in each child.
-
-    The function is pickled by value, so the child doesn't need the script. A script without
-    ``if __name__ == "__main__"`` would start more ranks from each rank.
-    """
-    with _main_lock:
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = ModuleType("__main__")
-        try:
-            yield
-        finally:
-            sys.modules["__main__"] = main
-
-
-def _ensure_running() -> None:
-    spawn = mock.patch.object(multiprocessing.util, "spawnv_passfds", _spawn)
-    with main_module_hidden(), spawn:
-        # A parent that's killed doesn't remove the folder that holds multiprocessing's sockets. The
-        # forkserver exits a moment later, and removes the folder that this variable names.
-        os.environ[SOCKETS_FOLDER] = _sockets_folder()
-        try:
-            multiprocessing.forkserver.ensure_running()
-        finally:
-            del os.environ[SOCKETS_FOLDER]
-
-
-def _spawn(path: str, arguments: list[str], passed: list[int]) -> int:
-    """Start the forkserver or multiprocessing's resource tracker, in a process group of its own.
-
-    When a notebook's kernel shuts down, it sends SIGTERM to its process group and waits until the
-    group is empty. The tracker ignores SIGTERM, and a dead forkserver stays a zombie of the kernel,
-    so each shutdown would take 2.5 s. Both exit on their own when their parent does.
-    """
-    # Importing creates millions of objects, none of them garbage; garbage collection would take
-    # a fifth of the import time. vgpu.launch.rank, the last import, turns the garbage collector
-    # back on.
-    *options, code = arguments
-    inherited = [fd for fd in passed if not os.get_inheritable(fd)]
-    for fd in inherited:
-        os.set_inheritable(fd, True)
-    try:
-        command = [*options, f"import gc; gc.disable(); {code}"]
-        return os.posix_spawn(path, command, os.environ, setpgroup=0)
-    finally:
-        for fd in inherited:
-            os.set_inheritable(fd, False)
-
-
-def _sockets_folder() -> str:
-    """Return multiprocessing's temporary folder, in /tmp if TMPDIR is too long.
-
-    A socket's path is limited to about a hundred bytes. Python uses TMPDIR, however long it is, and
-    fails with "AF_UNIX path too long" when the forkserver starts.
-    """
-    too_long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR_BYTES
-    folder = "/tmp" if too_long and os.path.isdir("/tmp") else tempfile.tempdir
-    with mock.patch.object(tempfile, "tempdir", folder):
-        return multiprocessing.util.get_temp_dir()
-
-
-def _end_forkserver(folder: str, forkserver: int) -> None:
-    if os.getpid() == forkserver:  # processes forked from it inherit this function
-        shutil.rmtree(folder, ignore_errors=True)
-        # An orderly shutdown of torch takes seconds, and nothing here needs it.
-        os._exit(0)
-
-
-if SOCKETS_FOLDER in os.environ:  # the forkserver imports this module last
-    atexit.register(_end_forkserver, os.environ[SOCKETS_FOLDER], os.getpid())
-    backend.prepare()
-    # A rank never frees the objects that it was forked with. Each of its garbage collections would
-    # go through all of torch, and touching an object copies its page. Existing garbage stays, too:
-    # a megabyte, which would take a quarter of a second to find.
-    gc.freeze()
-    gc.enable()
-
 
 # What the parent and its ranks send each other
 
@@ -429,6 +300,51 @@ def _flush() -> None:
         # The function may have closed or replaced them; its result still counts.
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
+
+
+# Output, which a rank timestamps so that the parent can merge all ranks' chronologically
+
+
+class _StampedWriter(io.RawIOBase):
+    """A raw stream that prefixes everything with the time and the stream's name."""
+
+    def __init__(self, send: Callable[[bytes], None], stream: bytes) -> None:
+        self._send = send
+        self._stream = stream
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 1 if self._stream == b"o" else 2
+
+    def write(self, data: Any) -> int:
+        text = bytes(data)
+        mark = b"\0%d%s\0" % (time.monotonic_ns(), self._stream)
+        self._send(mark + text.replace(b"\0", b"\\x00"))
+        return len(text)
+
+
+def redirect(output: Connection) -> None:
+    """In a rank, redirect stdout and stderr to ``output``, including those of C and C++ code."""
+    if os.name == "nt":
+        send: Callable[[bytes], None] = output.send_bytes
+    else:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        output.close()
+        send = _write_all
+    for name, stream in (("stdout", b"o"), ("stderr", b"e")):
+        raw: Any = _StampedWriter(send, stream)
+        text = io.TextIOWrapper(
+            raw, encoding="utf-8", errors="backslashreplace", line_buffering=True
+        )
+        setattr(sys, name, text)
+
+
+def _write_all(data: bytes) -> None:
+    while data:
+        data = data[os.write(1, data) :]
 
 
 # How values are pickled

@@ -1,23 +1,24 @@
-"""Bytes on each virtual GPU: allocated, peak and capacity.
+"""Bytes on each virtual GPU: allocated, peak and capacity, and records of every change.
 
 A block belongs to a storage, so it's counted once, however many tensors view it, and freed with the
 last reference, be it a variable or a tensor saved by autograd. The block is an attribute of the
 storage's Python object, which torch keeps alive as long as the storage itself.
 
-How much CUDA's caching allocator would reserve for the blocks is computed on demand (records.py),
-and doesn't determine what fits. The memory of CUDA's context isn't counted.
+How much CUDA's caching allocator would reserve for the blocks is computed on demand
+(caching_allocator.py), and doesn't determine what fits. The memory of CUDA's context isn't counted.
 """
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from vgpu.memory.caching_allocator import Segment
-from vgpu.memory.records import MemoryRecord, Reserve
+from vgpu.memory.caching_allocator import CachingAllocator, Reserve, Segment
 
 # CUDACachingAllocator.cpp, kMinBlockSize: every request is rounded up to a multiple of this.
 _ROUNDING_BYTES = 512
@@ -28,7 +29,7 @@ def rounded(request_bytes: int) -> int:
     return -(-request_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
 
 
-several_streams = False  # set by time/streams.py; until then, each block is on a default stream
+several_streams = False  # set by ``set_stream``; until then, each block is on a default one
 
 
 class Borrowed(Protocol):
@@ -59,30 +60,8 @@ _lock = threading.RLock()
 # Called for each tensor; ``with`` is half as fast.
 _acquire, _release = _lock.acquire, _lock.release
 _memories: "list[DeviceMemory]" = []
-_records: list[MemoryRecord] = []
+_records: "list[MemoryRecord]" = []
 _depth = 0  # of the current host: 0 for the real host, 1 for a cluster's
-
-
-@contextmanager
-def record_memory(label: Callable[[], str] | None = None) -> Iterator[MemoryRecord]:
-    """Record every allocation and free on any virtual GPU inside the block.
-
-    ``label`` is called at each allocation, in the allocating thread; its result is stored in the
-    event. Inside ``vgpu.cluster``, the record excludes GPUs outside the cluster, where garbage may
-    be collected in the meantime.
-    """
-    if borrowed:
-        _wait_for_returns()
-    with _lock:
-        record = MemoryRecord(_memories, label, _depth)
-        _records.append(record)
-    try:
-        yield record
-    finally:
-        if borrowed:
-            _wait_for_returns()
-        with _lock:
-            _records[:] = [other for other in _records if other is not record]
 
 
 @contextmanager
@@ -261,7 +240,7 @@ class DeviceMemory:
     def _out_of_memory(self, size_bytes: int) -> str:
         # The message follows CUDACachingAllocator.cpp, which releases cached memory first.
         self.empty_cache()
-        # With fragmentation, blocks may have needed more than the capacity (records.py).
+        # With fragmentation, blocks may have needed more than the capacity (caching_allocator.py).
         reserved_bytes = min(self.reserved()[0], self.capacity_bytes)
         allocated = format_size(self.allocated_bytes)
         allowed = ""
@@ -298,7 +277,7 @@ class Block:
     ) -> None:
         self.memory = memory
         self.request_bytes = request_bytes
-        self.number = 0  # its number in the reserve (records.py)
+        self.number = 0  # its number in the reserve (caching_allocator.py)
         self.size_bytes = size_bytes
         self.operation = operation
         # The storage of a shape, created on demand; other blocks belong to storages with values.
@@ -351,3 +330,187 @@ def format_size(size_bytes: int) -> str:
         if size_bytes >= unit:
             return f"{size_bytes / unit:.2f} {name}"
     return f"{size_bytes} bytes"
+
+
+# Records of allocations and frees
+
+
+@dataclass(frozen=True)
+class MemoryEvent:
+    """One allocation (positive size) or free (negative size) on one device.
+
+    Resizing a storage in place changes its block's size in a single event.
+    """
+
+    device: torch.device
+    size_bytes: int
+    allocated_bytes: int  # on this device, after the event
+    operation: str  # for a free, the operation that allocated the block
+    block: int  # a number, the same for all events of one block
+    block_bytes: int  # the size of the block after the event
+    stream: int | None  # on which the block was allocated; None if before the record
+    label: str = ""  # for an allocation, the result of the record's ``label``
+
+
+class MemoryRecord:
+    """The events of a ``record_memory`` block, in order."""
+
+    def __init__(
+        self,
+        memories: Iterable[DeviceMemory],
+        label: Callable[[], str] | None = None,
+        depth: int = 0,
+    ) -> None:
+        """``memories`` has every GPU's memory; ``label`` is as in ``record_memory``.
+
+        ``depth`` is the depth of the host where the record starts; hosts nested in it may have
+        events, too.
+        """
+        self.events: list[MemoryEvent] = []
+        self.depth = depth
+        self._label = label
+        # The bytes allocated before the record, per device and memory: a cluster's GPUs have the
+        # same names as those outside it.
+        self._held: dict[torch.device, dict[DeviceMemory, int]] = {}
+        self._capacity_bytes: dict[torch.device, int] = {}
+        for memory in memories:
+            self._capacity_bytes[memory.device] = memory.capacity_bytes
+            if memory.allocated_bytes:
+                self._held[memory.device] = {memory: memory.allocated_bytes}
+        self._numbers = itertools.count()
+        self._live: dict[int, tuple[int, int | None]] = {}  # id of a block → its number and stream
+
+    def allocated_bytes(self, device: torch.device | str) -> list[int]:
+        """Return the bytes allocated on ``device`` after each of its events."""
+        return [event.allocated_bytes for event in self.events_on(device)]
+
+    def bytes_before(self, device: torch.device | str) -> int:
+        """Return the bytes allocated on ``device`` when the record started."""
+        return sum(self._held.get(torch.device(device), {}).values())
+
+    def peak_bytes(self, device: torch.device | str) -> int:
+        """Return the peak bytes allocated on ``device`` during the record, or 0 without events."""
+        return max(self.allocated_bytes(device), default=0)
+
+    def reserved(
+        self,
+        device: torch.device | str,
+        expandable_segments: bool = False,
+        capacity_bytes: int | None = None,
+    ) -> CachingAllocator:
+        """Return CUDA's caching allocator after the same events on ``device``.
+
+        Its ``peak_reserved_bytes`` is what ``torch.cuda.max_memory_reserved()`` would be.
+        ``expandable_segments`` is as in ``PYTORCH_CUDA_ALLOC_CONF``; ``capacity_bytes`` overrides
+        the virtual GPU's capacity. Raises OutOfMemoryError if the allocator would run out of
+        memory.
+
+        Blocks allocated before the record are placed first, and those without an event in it as a
+        single block. So start recording before you create the model.
+        """
+        wanted = torch.device(device)
+        if capacity_bytes is None:
+            capacity_bytes = self._capacity_bytes.get(wanted, 0)
+        allocator = CachingAllocator(wanted, capacity_bytes, expandable_segments)
+        for _ in self.replay(allocator):
+            pass
+        return allocator
+
+    def replay(self, allocator: CachingAllocator) -> Iterator[MemoryEvent]:
+        """Replay the events of the allocator's device on it, and yield each event afterwards."""
+        events = self.events_on(allocator.device)
+        _allocate_older(events, self.bytes_before(allocator.device), allocator)
+        for event in events:
+            if event.block_bytes == 0:
+                allocator.free(event.block)
+            elif event.block_bytes == event.size_bytes:
+                allocator.allocate(event.block, event.block_bytes, event.stream or 0)
+            else:
+                allocator.resize(event.block, event.block_bytes, event.stream or 0)
+            yield event
+
+    def add(
+        self,
+        memory: DeviceMemory,
+        block: object,
+        size_bytes: int,
+        block_bytes: int,
+        current_stream: int,
+        operation: str,
+    ) -> None:
+        """Add an event for a change of ``size_bytes``; ``block`` may be a dying object."""
+        number, stream = self._live.pop(id(block), (None, None))
+        if number is None:
+            number = next(self._numbers)
+        device, allocated_bytes = memory.device, memory.allocated_bytes
+        if block_bytes:
+            stream = current_stream
+            self._live[id(block)] = number, stream
+        self._capacity_bytes[device] = memory.capacity_bytes
+        self._held.setdefault(device, {}).setdefault(memory, allocated_bytes - size_bytes)
+        label = self._label() if self._label is not None and size_bytes > 0 else ""
+        self.events.append(
+            MemoryEvent(
+                device, size_bytes, allocated_bytes, operation, number, block_bytes, stream, label
+            )
+        )
+
+    def number_of(self, block: object) -> int:
+        """Return the number that a nonempty block's events have, or will have."""
+        if id(block) not in self._live:
+            self._live[id(block)] = next(self._numbers), None
+        return self._live[id(block)][0]
+
+    def events_on(self, device: torch.device | str) -> list[MemoryEvent]:
+        """Return the events on ``device``.
+
+        Raises ValueError if that's the name of both a cluster's GPU and another GPU.
+        """
+        wanted = torch.device(device)
+        if len(self._held.get(wanted, {})) > 1:
+            raise ValueError(
+                f"{wanted} is more than one GPU in this record: one in a vgpu.cluster block, and "
+                "one outside it or in another such block. Start the record inside the block"
+            )
+        return [event for event in self.events if event.device == wanted]
+
+
+def _allocate_older(
+    events: list[MemoryEvent], held_bytes: int, allocator: CachingAllocator
+) -> None:
+    """On the default stream, allocate what had been allocated before the first event."""
+    older: dict[int, int] = {}  # block → bytes
+    seen = set()
+    for event in events:
+        if event.block not in seen and event.block_bytes != event.size_bytes:
+            older[event.block] = event.block_bytes - event.size_bytes
+        seen.add(event.block)
+    if never_released_bytes := held_bytes - sum(older.values()):
+        allocator.allocate(_NEVER_RELEASED, never_released_bytes, 0)
+    for block, size_bytes in older.items():
+        allocator.allocate(block, size_bytes, 0)
+
+
+_NEVER_RELEASED = -2  # a key that can't be a block number, since those start at 0
+
+
+@contextmanager
+def record_memory(label: Callable[[], str] | None = None) -> Iterator[MemoryRecord]:
+    """Record every allocation and free on any virtual GPU inside the block.
+
+    ``label`` is called at each allocation, in the allocating thread; its result is stored in the
+    event. Inside ``vgpu.cluster``, the record excludes GPUs outside the cluster, where garbage may
+    be collected in the meantime.
+    """
+    if borrowed:
+        _wait_for_returns()
+    with _lock:
+        record = MemoryRecord(_memories, label, _depth)
+        _records.append(record)
+    try:
+        yield record
+    finally:
+        if borrowed:
+            _wait_for_returns()
+        with _lock:
+            _records[:] = [other for other in _records if other is not record]

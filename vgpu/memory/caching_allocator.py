@@ -6,9 +6,14 @@ constants. Settings are the defaults, or ``expandable_segments:True``.
 
 The model leaves out ``record_stream``, which on CUDA delays the reuse of a block until another
 stream has caught up, and memory that's allocated outside the allocator (the CUDA context, NCCL).
+``Reserve``, what a virtual GPU would reserve, also differs from CUDA's allocator in two ways:
+outside a recording of virtual time, it assumes that a backward pass allocates on the default
+stream; and if fragmentation leaves no room, CUDA's allocator fails, whereas a virtual GPU exceeds
+its capacity.
 """
 
 import itertools
+from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -363,3 +368,110 @@ class CachingAllocator:
 
 def _rounded_up(size_bytes: int, step_bytes: int) -> int:
     return -(-size_bytes // step_bytes) * step_bytes
+
+
+# What the allocator would reserve on a virtual GPU, computed when somebody asks
+#
+# ``Reserve`` is behind ``torch.vgpu.memory_reserved`` and similar functions. Simulating the
+# allocator takes longer than logging, so allocations are logged, in 8 bytes each, and the allocator
+# processes the log when it's queried or when the log gets long.
+
+# A nonnegative log entry is a new block: its bytes and stream. A negative entry is _FREE minus a
+# block's number, or one of the other codes; _RESIZE is followed by the block's number, and then by
+# its bytes and stream.
+_RESET_PEAK, _EMPTY_CACHE, _RESIZE, _FORGET_RETRIES, _FREE = -1, -2, -3, -4, -5
+_LONGEST_LOG = 2**21  # 16 MiB; the allocator takes a few seconds to process it
+_STREAM_BITS = 11  # sizes are multiples of 2^9 bytes, so 11 more bits leave 20 for the stream
+_STREAM_MASK = 2**20 - 1
+
+
+class Reserve:
+    """The segments that CUDA's caching allocator would have on one GPU."""
+
+    def __init__(self, device: torch.device, capacity_bytes: int) -> None:
+        self._allocator = CachingAllocator(device, capacity_bytes, may_exceed_capacity=True)
+        # A finalizer may append an entry at any time, so entries that belong together are added in
+        # one call.
+        self._log = array("q")
+        self._append = self._log.append
+        self._logged_blocks = self._applied_blocks = 0
+        self._is_applying = False
+
+    def new(self, block_bytes: int, stream: int) -> int:
+        """Log a new block of ``block_bytes``, a multiple of 512, possibly 0; return its number."""
+        packed = block_bytes << _STREAM_BITS | stream & _STREAM_MASK
+        number = self._logged_blocks = self._logged_blocks + 1
+        self._append(packed)  # in the order of block numbers, so entries don't store them
+        if len(self._log) > _LONGEST_LOG:
+            self._shorten_log()
+        return number
+
+    def resized(self, block: int, block_bytes: int, stream: int) -> None:
+        """Log that the block with this number now has ``block_bytes``, possibly 0."""
+        packed = block_bytes << _STREAM_BITS | stream & _STREAM_MASK
+        self._log.extend((_RESIZE, block, packed))
+
+    def freed(self, block: int) -> None:
+        """Log that the block with this number, which wasn't empty, was freed."""
+        self._append(_FREE - block)
+        if len(self._log) > _LONGEST_LOG:
+            self._shorten_log()
+
+    def reset_peak(self) -> None:
+        self._append(_RESET_PEAK)
+
+    def empty_cache(self) -> None:
+        """Release unused cached segments."""
+        self._append(_EMPTY_CACHE)
+
+    def begin_anew(self) -> None:
+        """Release unused cached segments, and reset peaks and retries."""
+        self._log.extend((_FORGET_RETRIES, _EMPTY_CACHE, _RESET_PEAK))
+
+    def set_capacity(self, capacity_bytes: int) -> None:
+        """Change the capacity of the GPU."""
+        if capacity_bytes != self._allocator.capacity_bytes:
+            self.now().capacity_bytes = capacity_bytes
+
+    def now(self) -> CachingAllocator:
+        """Return the allocator, after processing the log."""
+        count = len(self._log)
+        entries = iter(self._log[:count])
+        del self._log[:count]  # blocks may be freed in the meantime; their entries come later
+        self._is_applying = True
+        try:
+            for entry in entries:
+                self._apply(entry, entries)
+        finally:
+            self._is_applying = False
+        return self._allocator
+
+    def _shorten_log(self) -> None:
+        if not self._is_applying:
+            self.now()
+
+    def _apply(self, entry: int, following: Iterator[int]) -> None:
+        if entry >= 0:
+            self._applied_blocks += 1
+            self._place(self._applied_blocks, entry)
+        elif entry <= _FREE:
+            self._allocator.free(_FREE - entry)
+        elif entry == _RESIZE:
+            self._place(next(following), next(following))
+        elif entry == _RESET_PEAK:
+            self._allocator.reset_peaks()
+        elif entry == _FORGET_RETRIES:
+            self._allocator.retries = 0
+        else:
+            self._allocator.release_cached()
+
+    def _place(self, block: int, packed: int) -> None:
+        """Set a block's size and stream to those in ``packed``."""
+        allocator, block_bytes = self._allocator, packed >> _STREAM_BITS & ~511
+        if block not in allocator:
+            if block_bytes:
+                allocator.allocate(block, block_bytes, packed & _STREAM_MASK)
+        elif block_bytes:
+            allocator.resize(block, block_bytes, packed & _STREAM_MASK)
+        else:
+            allocator.free(block)

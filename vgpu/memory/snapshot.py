@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vgpu.memory import gpus
-from vgpu.memory.blocks import DeviceMemory, record_memory
+from vgpu.memory.blocks import DeviceMemory, MemoryEvent, MemoryRecord, record_memory
 from vgpu.memory.caching_allocator import SEGMENT_DISTANCE_BYTES, CachingAllocator, Segment
-from vgpu.memory.records import MemoryEvent, MemoryRecord
 
 Frame = dict[str, Any]
 

@@ -1,9 +1,8 @@
 """Plan a training run on a cluster that doesn't exist: ``python -m vgpu.plan``."""
 
-from vgpu.plan.extrapolation import extrapolate
 from vgpu.plan.layout import RECOMPUTE, Layout
 from vgpu.plan.layout_search import search
 from vgpu.plan.pipelines import predict
-from vgpu.plan.plan import Plan, Step
+from vgpu.plan.plan import Plan, Step, extrapolate
 
 __all__ = ["RECOMPUTE", "Layout", "Plan", "Step", "extrapolate", "predict", "search"]

@@ -27,12 +27,11 @@ import torch
 from tqdm import tqdm
 
 from vgpu.launch import launcher
-from vgpu.launch.rank import context, main_module_hidden
+from vgpu.launch.processes import context, main_module_hidden
 from vgpu.plan import estimate
-from vgpu.plan.extrapolation import LAYERS, extrapolated, with_layers
 from vgpu.plan.layout import RECOMPUTE, Layout
 from vgpu.plan.pipelines import predict
-from vgpu.plan.plan import Plan, Rank, Step, on_cluster
+from vgpu.plan.plan import RECORDED_LAYERS, Plan, Rank, Step, extrapolated, on_cluster, with_layers
 from vgpu.tables import Table
 from vgpu.time.costs import check_count
 from vgpu.units import format_bytes
@@ -205,7 +204,7 @@ def _too_large_on_paper(plan: Plan) -> str:
 def _tried(group: list[Candidate], **costs: Any) -> list[Candidate]:
     """Try the plans of one layout; they share two models with a few layers."""
     plan = group[0].plan
-    few = LAYERS if plan.sizes.layers > LAYERS[0] else (plan.sizes.layers,)
+    few = RECORDED_LAYERS if plan.sizes.layers > RECORDED_LAYERS[0] else (plan.sizes.layers,)
     with on_cluster(plan):
         compiled = bool(costs.get("fuses"))
         ranks = {n: Rank(with_layers(plan, n), False, compiled) for n in few}

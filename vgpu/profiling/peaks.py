@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import vgpu
 from vgpu import torch_releases
+from vgpu.memory.blocks import MemoryEvent
 from vgpu.memory.gpus import in_backward
-from vgpu.memory.records import MemoryEvent
 from vgpu.tensor.tensor import VirtualTensor, block_of
 
 PARAMETERS, STATE, GRADIENTS = "parameters", "optimizer state", "gradients"

@@ -8,9 +8,6 @@ from typing import Any
 import torch
 
 from vgpu.memory import gpus
-from vgpu.tensor import observer
-from vgpu.tensor.compute import counting_versions, default_generator
-from vgpu.tensor.lookup import Output, look_up, signature_of
 from vgpu.tensor.methods import HOST, Place, has_values
 from vgpu.tensor.operators import (
     Args,
@@ -24,11 +21,13 @@ from vgpu.tensor.operators import (
     shape_handler,
 )
 from vgpu.tensor.refusals import refuse_tangents
+from vgpu.tensor.results import Output, counting_versions, look_up, signature_of
 from vgpu.tensor.tensor import (
     ShapeTensor,
     VirtualTensor,
     block_of,
     make_shape,
+    observer,
     refresh,
     unwrap,
     wrap,
@@ -55,12 +54,13 @@ def to_copy(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     target = source._gpu if device is None else gpus.resolve(device)
     if target is None and device.type != "cpu":
         options["device"] = device
-    read = source if observer.recording is None else observer.recording.before_copy(source)
+    now = observer()
+    read = source if now is None else now.before_copy(source)
     values = func(values_of(read), **options)
     result = values if target is None else wrap(values, target, "copy")
-    if observer.recording is not None:
+    if now is not None:
         waits = not options.get("non_blocking")
-        observer.recording.after_copy(source, result, in_place=False, waits=waits)
+        now.after_copy(source, result, in_place=False, waits=waits)
     return result
 
 
@@ -70,13 +70,14 @@ def copy_(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     refuse_tangents(args)
     if _is_same_view(target, source):
         return target
-    read = source if observer.recording is None else observer.recording.before_copy(source)
+    now = observer()
+    read = source if now is None else now.before_copy(source)
     if not _are_same_values(target, read):
         values_of(target).copy_(values_of(read), *rest, **kwargs)
         if target.layout is not torch.strided and isinstance(target, VirtualTensor):
             refresh(target, "copy_")  # a sparse target now has different indices and values
-    if observer.recording is not None:
-        observer.recording.after_copy(source, target, in_place=True, waits=_waits(args, kwargs))
+    if now is not None:
+        now.after_copy(source, target, in_place=True, waits=_waits(args, kwargs))
     return target
 
 
@@ -158,10 +159,11 @@ def to_copy_of_shape(func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMod
     result = look_up(info, signature_of(info, args, kwargs, []), args, kwargs)
     assert isinstance(result.outputs[0], Output)
     shape = make_shape(result.outputs[0], target, "copy")
-    if observer.recording is not None:
-        observer.recording.before_copy(source)
+    now = observer()
+    if now is not None:
+        now.before_copy(source)
         waits = not kwargs.get("non_blocking")
-        observer.recording.after_copy(source, shape, in_place=False, waits=waits)
+        now.after_copy(source, shape, in_place=False, waits=waits)
     return shape
 
 
@@ -174,9 +176,10 @@ def copy_shape_(func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode) ->
         if host_keeps_values:
             return target
         raise has_values(target, "copy_")
-    if observer.recording is not None and not _is_same_view(target, source):
-        observer.recording.before_copy(source)
-        observer.recording.after_copy(source, target, in_place=True, waits=_waits(args, kwargs))
+    now = observer()
+    if now is not None and not _is_same_view(target, source):
+        now.before_copy(source)
+        now.after_copy(source, target, in_place=True, waits=_waits(args, kwargs))
     return target
 
 
@@ -189,8 +192,9 @@ def record_stream(
     func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode | None = None
 ) -> Any:
     """Do nothing unless recording: a block is never reused while an operation still needs it."""
-    if observer.recording is not None:
-        observer.recording.record_stream(*args)
+    now = observer()
+    if now is not None:
+        now.record_stream(*args)
 
 
 @shape_handler("aten::is_pinned")
@@ -252,7 +256,7 @@ def native_dropout(func: Operator, args: Args, kwargs: Kwargs) -> Any:
         return wrap_result(func(values, p, train), source._gpu, "native_dropout")
     kept = 1.0 - p
     mask = torch.empty_like(values, dtype=torch.bool)  # same strides, like the CPU's dropout
-    mask.bernoulli_(kept, generator=default_generator(source._gpu))
+    mask.bernoulli_(kept, generator=gpus.default_generator(source._gpu))
     result = values.mul(mask).mul_(1.0 / kept if kept else 0.0)
     return wrap_result((result, mask), source._gpu, "native_dropout")
 

@@ -9,7 +9,7 @@ import copy
 import functools
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vgpu.memory import gpus
 from vgpu.memory.blocks import Block
 from vgpu.memory.gpus import VirtualGPU
-from vgpu.tensor import views
-from vgpu.tensor.operators import Args, Kwargs, Operator
+from vgpu.tensor.operators import Args, Kwargs, Operator, tensors_in
 from vgpu.tensor.refusals import subclass_refused
 from vgpu.torch_patches.undo import Changes
 
@@ -209,10 +208,6 @@ class TensorMethods(torch.Tensor):
         return self.item().__format__(format_spec) if self.dim() == 0 else repr(self)
 
 
-for name in views.RESHAPING:
-    setattr(TensorMethods, name, views.keeping_views(getattr(torch.Tensor, name)))
-
-
 SHAPES: set[type] = set()
 """The class of shapes, for modules that can't import it because tensor.py imports them."""
 
@@ -298,6 +293,11 @@ def cpp_device(device: Any) -> Any:
         if gpu is not None:
             return gpu.cpp_device
     return device
+
+
+def virtual_among(values: Iterable[Any]) -> list[Any]:
+    """Return the virtual tensors among ``values``, including those in lists and tuples."""
+    return [tensor for tensor in tensors_in(tuple(values)) if isinstance(tensor, TensorMethods)]
 
 
 def strided_parts(values: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -351,8 +351,8 @@ class OperatorInfo:
         self.indexes = schema.name in INDEXING
         self.copies = self.name in ("_to_copy", "copy_")  # the only ones that can cross devices
 
-        # How compute.py runs the operator on values. A kernel that calls other operators may pass
-        # them lazily conjugated tensors; other kernels are called directly.
+        # How ``compute`` (results.py) runs the operator on values. A kernel that calls other
+        # operators may pass them lazily conjugated tensors; other kernels are called directly.
         is_foreach = self.name.startswith("_foreach_")
         self.writes_lists = [p for p, _ in self.written_places if is_foreach]
         self.draws = torch.Tag.nondeterministic_seeded in func.tags

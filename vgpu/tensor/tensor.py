@@ -10,24 +10,14 @@ it, so tensors created by autograd's formulas are dispatched to ``run`` as well.
 import copy
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from vgpu.memory.blocks import Block
 from vgpu.memory.gpus import VirtualGPU
-from vgpu.tensor import observer, refusals
-from vgpu.tensor.compute import compute, refuse_host_memory, require_room, set_inner_device
-from vgpu.tensor.lookup import (
-    RESULTS,
-    Output,
-    Result,
-    look_up,
-    output_like,
-    place_of_shape,
-    require_shapes,
-    signature_of,
-)
+from vgpu.tensor import refusals
 from vgpu.tensor.methods import (
     HOST,
     Place,
@@ -35,8 +25,8 @@ from vgpu.tensor.methods import (
     TensorMethods,
     count_bytes,
     strided_parts,
+    virtual_among,
 )
-from vgpu.tensor.observer import Observer, Operation, virtual_among
 from vgpu.tensor.operators import (
     KNOWN,
     Args,
@@ -50,6 +40,20 @@ from vgpu.tensor.operators import (
     named_arguments,
 )
 from vgpu.tensor.refusals import refuse_tangents
+from vgpu.tensor.results import (
+    RESULTS,
+    Output,
+    Result,
+    compute,
+    look_up,
+    output_like,
+    place_of_shape,
+    refuse_host_memory,
+    require_room,
+    require_shapes,
+    set_inner_device,
+    signature_of,
+)
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _in_inference_mode = torch.is_inference_mode_enabled
@@ -59,7 +63,7 @@ set_cpp_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 class VirtualTensor(TensorMethods):
     """A tensor on a virtual GPU; created by torch's own functions, never directly."""
 
-    # There are no slots, because a plain tensor that becomes virtual (torch_patches/functions.py)
+    # There are no slots, because a plain tensor that becomes virtual (in_place.py)
     # has none. torch's functions run unchanged; only TensorMethods knows the virtual device's name.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -125,6 +129,58 @@ _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 _NO_MODE = nullcontext()
 
 
+# What a recording of virtual time is told
+
+
+@dataclass(slots=True)
+class Operation:
+    """One call of an operator, as passed to a recording."""
+
+    info: OperatorInfo
+    args: Args
+    kwargs: Kwargs
+    inputs: Sequence[Any]  # the virtual tensors among the arguments
+    written: Sequence[Any]  # the tensors that the call modifies in place
+    gpu: VirtualGPU
+    stream: Any = None  # set by the recording, as is the host thread
+    host: Any = None
+
+
+class Observer(Protocol):
+    """Called by ``run`` and the handlers; implemented by ``Recording`` (time/recording.py)."""
+
+    def before(self, operation: Operation) -> None:
+        """Called before ``operation``. Puts garbage in place of what it reads too early."""
+
+    def after(self, operation: Operation, outputs: Any, result: Result | None) -> None:
+        """Called after ``operation``. For shapes, ``result`` is the looked-up result."""
+
+    def before_copy(self, source: torch.Tensor) -> torch.Tensor:
+        """Called before a copy. Returns what to read: ``source``, or garbage if it's too early."""
+
+    def after_copy(
+        self, source: torch.Tensor, target: torch.Tensor, in_place: bool, waits: bool
+    ) -> None:
+        """Called after a copy. ``waits`` says whether the host waits for it."""
+
+    def record_stream(self, used: Any, stream: torch.Stream) -> None:
+        """Called for ``used.record_stream(stream)``."""
+
+
+_observer: Observer | None = None
+
+
+def observer() -> Observer | None:
+    """Return the active recording, if any."""
+    return _observer
+
+
+def set_observer(recording: Observer | None) -> None:
+    """Make ``run`` and the handlers call a recording (``time.recording._switched_to``), or none."""
+    global _observer
+    _observer = recording
+
+
 # How an operation runs
 
 
@@ -154,7 +210,7 @@ def run(
             info.copies or virtual_among((*args, *kwargs.values()))
         ):
             return info.shape_handler(func, args, kwargs, mode)
-        now = observer.recording
+        now = _observer
 
     # Read the arguments: the CPU tensors inside, or what determines the shapes of the results.
     inputs: list[VirtualTensor] = []
@@ -238,14 +294,15 @@ def run_unrecorded(
 
 
 def _run_handler(info: OperatorInfo, handler: Handler, args: Args, kwargs: Kwargs) -> Any:
-    if observer.recording is None or info.records_itself:
+    now = _observer
+    if now is None or info.records_itself:
         return handler(info.func, args, kwargs)
     inputs = virtual_among((*args, *kwargs.values()))
     written = info.written(args, kwargs)
     operation = Operation(info, args, kwargs, inputs, written, inputs[0]._gpu)
-    observer.recording.before(operation)
+    now.before(operation)
     outputs = handler(info.func, operation.args, operation.kwargs)
-    observer.recording.after(operation, outputs, None)
+    now.after(operation, outputs, None)
     return outputs
 
 

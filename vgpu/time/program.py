@@ -1,6 +1,6 @@
 """The program that is being recorded: its steps so far, and which operations happen before others.
 
-Steps have no times. A simulator (simulator.py) computes times on demand: at the end of the
+Steps have no times. A simulator (simulate.py) computes times on demand: at the end of the
 recording, when the program itself asks (``event.query()``), or for a value that may not have been
 written yet (races.py). Nothing here depends on real time or on how threads interleave.
 
@@ -20,7 +20,7 @@ from vgpu.memory.gpus import VirtualGPU
 from vgpu.time.compiler_passes import Fusion
 from vgpu.time.costs import CostModel, check_seconds
 from vgpu.time.host_threads import HostThread, HostThreads
-from vgpu.time.simulator import Simulator
+from vgpu.time.simulate import Simulator
 from vgpu.time.steps import (
     BeginRange,
     BeginStream,

@@ -1,7 +1,7 @@
 """``record()``, which records what happens on virtual GPUs in a block, and ``spend()``.
 
 A recording is called before and after every operation on values or shapes
-(vgpu/tensor/observer.py). It determines who issued the operation (host_threads.py), whether its
+(vgpu/tensor/tensor.py). It determines who issued the operation (host_threads.py), whether its
 inputs are ready (races.py) and what it costs (costs.py), and appends one step to the program
 (program.py). If the cost model sets ``fuses``, and in code compiled by torch.compile, elementwise
 operations are deferred: their steps contain what a compiler pass needs (compiler_passes.py), namely
@@ -23,10 +23,10 @@ from torch.autograd.profiler import record_function
 from vgpu.collectives.table import Call
 from vgpu.memory import gpus
 from vgpu.memory.gpus import VirtualGPU, in_backward
-from vgpu.tensor import copies, observer
-from vgpu.tensor.lookup import Result, signature_of
-from vgpu.tensor.observer import Operation, virtual_among
-from vgpu.tensor.tensor import VirtualTensor, block_of
+from vgpu.tensor import copies
+from vgpu.tensor.methods import virtual_among
+from vgpu.tensor.results import Result, signature_of
+from vgpu.tensor.tensor import Operation, VirtualTensor, block_of, set_observer
 from vgpu.time.costs import CostModel, Workload, touched_bytes, work_of
 from vgpu.time.host_threads import (
     CallSites,
@@ -131,11 +131,13 @@ def _switched_to(recording: "Recording | None") -> Iterator[None]:
     """Make another recording, or none, the active one in the block, for all threads."""
     global under_way
     before = under_way
-    observer.recording = under_way = recording
+    under_way = recording
+    set_observer(recording)
     try:
         yield
     finally:
-        observer.recording = under_way = before
+        under_way = before
+        set_observer(before)
 
 
 @contextmanager

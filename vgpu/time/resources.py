@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from vgpu.time.steps import GroupCollective
+from vgpu.time.steps import BeginStream, Copy, GroupCollective, LocalCollective, Program
+from vgpu.time.timeline import HOST, TraceEvent
 
-if TYPE_CHECKING:  # simulator.py imports this file
-    from vgpu.time.simulator import Simulator
+if TYPE_CHECKING:  # simulate.py imports this file
+    from vgpu.time.simulate import Simulator
 
 
 class Resource:
@@ -174,7 +175,37 @@ def place_together(resources: Sequence[Resource], ready_s: float, duration_s: fl
     return start_s
 
 
-# Queues
+# Threads, streams and their queues
+
+
+@dataclass(slots=True)
+class SimulatedThread:
+    """One host thread, with its current time, and the time that it takes to launch an operation."""
+
+    number: int
+    now_s: float
+    launch_s: float
+    backward: bool  # whether it's a thread of the autograd engine
+    ranges: list[tuple[str, float]] = field(default_factory=list)  # open ones, with their starts
+
+    def traced(
+        self, step: Copy | LocalCollective | GroupCollective, kind: str, end_s: float
+    ) -> TraceEvent:
+        """Return what's known about a copy or a collective before it starts."""
+        return TraceEvent(
+            name=step.name,
+            kind=kind,
+            device=HOST,
+            stream=0,
+            start_s=0.0,
+            end_s=end_s,
+            launch_s=self.now_s,
+            thread=self.number,
+            launching_s=self.launch_s,
+            module=step.by.module,
+            backward=step.by.backward,
+            size_bytes=step.size_bytes,
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -276,6 +307,14 @@ class PendingCollective:
         """The other participating ranks."""
         return [rank for rank in self.step.ranks if rank != self.simulator.rank]
 
+    def __str__(self) -> str:
+        step = self.step
+        where = f" in {step.by.module}" if step.by.module else ""
+        if step.is_message:
+            way = "to" if step.name == "send" else "from"
+            return f"{step.name} of {step.size_bytes:,} bytes {way} rank {self.peers[0]}{where}"
+        return f"{step.name} of {step.size_bytes:,} bytes among ranks {list(step.ranks)}{where}"
+
 
 class Rendezvous:
     """The ranks that are simulated together, and the collectives in which some of them wait."""
@@ -340,3 +379,30 @@ def _check_alike(one: PendingCollective, other: PendingCollective) -> None:
             f"{first.size_bytes:,} bytes and {second.name} of {second.size_bytes:,} bytes. All "
             "ranks of a group must call the same collectives in the same order"
         )
+
+
+def check_ranks(programs: Sequence[Program]) -> None:
+    """Raise ValueError for programs that can't be simulated together."""
+    if not programs:
+        raise ValueError("no recordings to join: pass the timeline of at least one rank")
+    ranks = [program.rank for program in programs]
+    if len(set(ranks)) < len(ranks):
+        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+        raise ValueError(
+            f"there are multiple recordings of rank {twice[0]}: join one per rank (got {ranks})"
+        )
+    for program in programs:
+        used = {step.gpu for step in program.steps if isinstance(step, BeginStream)}
+        if len(used) > 1:
+            raise ValueError(
+                f"rank {program.rank} used {len(used)} GPUs in its recording, but joined ranks "
+                "must use one each"
+            )
+        for step in program.steps:
+            if isinstance(step, GroupCollective) and step.is_message:
+                lonely = [rank for rank in step.ranks if rank not in ranks]
+                if lonely and len(programs) > 1:
+                    raise ValueError(
+                        f"rank {program.rank} calls {step.name} with rank {lonely[0]}, which has "
+                        f"no recording: join one of that rank, too (joined ranks: {ranks})"
+                    )

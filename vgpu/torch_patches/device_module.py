@@ -7,6 +7,8 @@ are created at the end of this file.
 
 import contextlib
 import functools
+import itertools
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
@@ -15,13 +17,17 @@ from typing import Any
 import torch
 
 from vgpu.hardware import GPUSpec
-from vgpu.memory import gpus, snapshot
+from vgpu.memory import blocks, gpus, snapshot
 from vgpu.memory.blocks import DeviceMemory
 from vgpu.memory.gpus import current_index as current_device  # noqa: F401
-from vgpu.memory.gpus import device_count, meant_by  # noqa: F401
-from vgpu.tensor.compute import default_generator
+from vgpu.memory.gpus import (
+    current_stream_number,
+    device_count,  # noqa: F401
+    meant_by,
+    set_streams,
+)
 from vgpu.time import recording
-from vgpu.time.streams import Event, Stream, current_stream, default_stream, set_stream  # noqa: F401
+from vgpu.time.program import GrowingProgram, RecordedEvent, RecordedStream
 
 # Devices
 
@@ -75,18 +81,6 @@ class device_of(device):
         super().__init__(tensor.device if tensor.device.type == gpus.DEVICE_TYPE else -1)
 
 
-def stream(stream: Stream | None) -> Any:
-    """Return a context manager that makes a stream and its device current; None changes nothing."""
-    return device(None) if stream is None else stream
-
-
-def synchronize(device: Any = None) -> None:
-    """Wait for all work on a device; in a recording, the host waits in virtual time."""
-    gpu, now = meant_by(device), recording.under_way
-    if now is not None:
-        now.program.synchronize(now.program.streams_of(gpu))
-
-
 def get_device_name(device: Any = None) -> str:
     return meant_by(device).spec.name
 
@@ -134,6 +128,211 @@ def _is_in_bad_fork() -> bool:
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16, torch.float32]
+
+
+# Streams and events
+#
+# An operation has finished when its call returns, so waiting takes no real time. These classes only
+# track each thread's current streams, and when an event was recorded: by the host's clock or, in a
+# recording, in virtual time.
+
+_stream_ids = itertools.count(1)
+_HIGHEST_PRIORITY = -3  # c10/cuda/CUDAStream.h: max_compile_time_stream_priorities
+
+
+class Stream(torch.Stream):
+    """A queue of work on one virtual GPU; ``with stream:`` makes it and its device current."""
+
+    _entered: list[tuple["Stream | None", int]]
+
+    def __new__(
+        cls, device: Any = None, priority: int = 0, *, stream_id: int | None = None
+    ) -> "Stream":
+        index = _index(device)
+        stream = super().__new__(
+            cls,
+            stream_id=next(_stream_ids) if stream_id is None else stream_id,
+            device_index=index,
+            device_type=torch._C._autograd.DeviceType.PrivateUse1.value,
+        )
+        stream._entered = []
+        if stream_id is None and priority < 0:
+            gpus.stream_priorities[stream.stream_id] = max(priority, _HIGHEST_PRIORITY)
+        return stream
+
+    @property
+    def priority(self) -> int:
+        """The priority: 0, or negative if kernels overtake those on other streams, as in CUDA."""
+        return gpus.stream_priorities.get(self.stream_id, 0)
+
+    def query(self) -> bool:
+        """Whether all work submitted to this stream has finished."""
+        program = _program()
+        return program is None or program.query_stream(_recorded(self, program))
+
+    def synchronize(self) -> None:
+        """Wait until all work submitted to this stream has finished."""
+        program = _program()
+        if program is not None:
+            program.synchronize([_recorded(self, program)])
+
+    def wait_event(self, event: torch.Event) -> None:
+        """Make future work submitted to this stream wait for ``event``."""
+        program = _program()
+        if program is not None:
+            program.wait_event(_recorded(self, program), getattr(event, "_recorded", None))
+
+    def wait_stream(self, stream: torch.Stream) -> None:
+        """Make future work submitted to this stream wait for all current work of ``stream``."""
+        program = _program()
+        if program is not None:
+            program.wait_stream(_recorded(self, program), _recorded(stream, program))
+
+    def record_event(self, event: torch.Event | None = None) -> torch.Event:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def __enter__(self) -> "Stream":
+        self._entered.append((set_streams().get(self.device_index), gpus.current_index()))
+        set_stream(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        stream, index = self._entered.pop()
+        if stream is None:
+            set_streams().pop(self.device_index, None)
+        else:
+            set_stream(stream)
+        gpus.exchange_index(index)
+
+    def __repr__(self) -> str:
+        return f"<torch.vgpu.Stream device={self.device} stream_id={self.stream_id}>"
+
+
+class Event(torch.Event):
+    """An event of a stream; with ``enable_timing``, its time can be queried."""
+
+    _enable_timing: bool
+    _host_time_s: float | None  # if it was recorded outside a recording
+    _recorded: RecordedEvent | None  # if it was recorded in one
+
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> "Event":
+        event = super().__new__(cls, gpus.DEVICE_TYPE, enable_timing=enable_timing)
+        event._enable_timing = enable_timing
+        event._host_time_s = event._recorded = None
+        return event
+
+    def record(self, stream: torch.Stream | None = None) -> None:
+        """Record the event on ``stream``, or on the current stream."""
+        program = _program()
+        self._host_time_s = self._recorded = None
+        if program is None:
+            self._host_time_s = time.perf_counter()
+        else:
+            of = _recorded(current_stream() if stream is None else stream, program)
+            self._recorded = program.record_event(of, self._enable_timing)
+
+    def query(self) -> bool:
+        """Whether the event has happened; True if it was never recorded."""
+        program = _program()
+        return program is None or program.query_event(self._recorded)
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        """Make future work on ``stream``, by default the current one, wait for the event."""
+        program = _program()
+        if program is not None:
+            waiting = _recorded(current_stream() if stream is None else stream, program)
+            program.wait_event(waiting, self._recorded)
+
+    def synchronize(self) -> None:
+        """Wait until the event has happened."""
+        program = _program()
+        if program is not None:
+            program.host_waits_for_event(self._recorded)
+
+    def elapsed_time(self, end_event: "Event") -> float:  # type: ignore[override]
+        """Return the milliseconds between two events, in virtual time if recorded in it."""
+        if not (self._enable_timing and end_event._enable_timing):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if not (self._is_recorded and end_event._is_recorded):
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        if not (self.query() and end_event.query()):
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        if self._recording is not end_event._recording:
+            raise RuntimeError(
+                "one event was recorded in virtual time and the other by the host's clock, or in "
+                "another recording: record both in one vgpu.record() block, or both outside of one"
+            )
+        return (end_event._time_s() - self._time_s()) * 1000
+
+    @property
+    def _is_recorded(self) -> bool:
+        return self._host_time_s is not None or self._recorded is not None
+
+    @property
+    def _recording(self) -> object:
+        """The recording in whose virtual time the event was recorded; None for the host's clock."""
+        return None if self._recorded is None else self._recorded.recording
+
+    def _time_s(self) -> float:
+        if self._recorded is None:
+            assert self._host_time_s is not None
+            return self._host_time_s
+        if self._recorded.time_s is None:  # the recording is still active
+            program = _program()
+            assert program is not None
+            return program.time_s(self._recorded.operation.event)
+        return self._recorded.time_s
+
+    def __repr__(self) -> str:
+        return f"<torch.vgpu.Event recorded={self._is_recorded}>"
+
+
+def _index(device: Any) -> int:
+    return gpus.current_index() if device is None else gpus.meant_by(device).index
+
+
+def default_stream(device: Any = None) -> Stream:
+    """Return the default stream of a device."""
+    return Stream(_index(device), stream_id=0)
+
+
+def current_stream(device: Any = None) -> Stream:
+    """Return the current stream of a device in this thread."""
+    index = _index(device)
+    return set_streams().get(index) or Stream(index, stream_id=current_stream_number(index))
+
+
+def set_stream(stream: Stream) -> None:
+    """Make a stream and its device current in this thread."""
+    if stream.stream_id:
+        blocks.several_streams = True
+    gpus.exchange_index(stream.device_index)
+    set_streams()[stream.device_index] = stream
+
+
+def stream(stream: Stream | None) -> Any:
+    """Return a context manager that makes a stream and its device current; None changes nothing."""
+    return device(None) if stream is None else stream
+
+
+def synchronize(device: Any = None) -> None:
+    """Wait for all work on a device; in a recording, the host waits in virtual time."""
+    gpu, now = meant_by(device), recording.under_way
+    if now is not None:
+        now.program.synchronize(now.program.streams_of(gpu))
+
+
+def _program() -> GrowingProgram | None:
+    """Return the program of the active recording, if any."""
+    return None if recording.under_way is None else recording.under_way.program
+
+
+def _recorded(stream: torch.Stream, program: GrowingProgram) -> RecordedStream:
+    return program.stream(gpus.by_index(stream.device_index), stream.stream_id)
 
 
 # Memory
@@ -231,18 +430,18 @@ def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
 
 def manual_seed(seed: int) -> None:
     """Seed the current device's generator."""
-    default_generator(meant_by(None)).manual_seed(seed)
+    gpus.default_generator(meant_by(None)).manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
     """Seed all devices' generators with the same seed; ``torch.manual_seed`` calls this."""
     for index in range(gpus.device_count()):
-        default_generator(gpus.by_index(index)).manual_seed(seed)
+        gpus.default_generator(gpus.by_index(index)).manual_seed(seed)
 
 
 def seed() -> None:
     """Seed the current device's generator with a random seed."""
-    default_generator(meant_by(None)).seed()
+    gpus.default_generator(meant_by(None)).seed()
 
 
 def seed_all() -> None:
@@ -251,16 +450,16 @@ def seed_all() -> None:
 
 
 def initial_seed() -> int:
-    return default_generator(meant_by(None)).initial_seed()
+    return gpus.default_generator(meant_by(None)).initial_seed()
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
     """Return the state of a device's generator, as a byte tensor on the CPU."""
-    return default_generator(meant_by(device)).get_state()
+    return gpus.default_generator(meant_by(device)).get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
-    default_generator(meant_by(device)).set_state(new_state)
+    gpus.default_generator(meant_by(device)).set_state(new_state)
 
 
 def get_rng_state_all() -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
 """Functions and classes in torch that C++ handles without an operator, so dispatch never sees them.
 
-Examples are ``torch.accelerator``, Generator, Stream and Event. A function belongs here if it
+Examples are ``torch.accelerator``, Generator, Stream and Event, and what ``nn.DataParallel`` calls. A function belongs here if it
 compares or names devices, or checks a tensor's class, before it calls an operator. Operators
 (``torch.ops.aten``) and tensor methods belong in ``vgpu/tensor``, and names in ``torch.vgpu``
 belong in ``device_module.py``.
@@ -8,14 +8,17 @@ belong in ``device_module.py``.
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import repeat
 from typing import Any
 
 import torch
 import torch.nn.utils.clip_grad
 import torch.utils._foreach_utils
 from torch import nn
-from torch.autograd.graph import Node
+from torch._utils import _get_device_index, _handle_complex
+from torch.nn.parallel import comm
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._device import _device_constructors
@@ -23,11 +26,9 @@ from torch.utils._device import _device_constructors
 from vgpu.memory import gpus
 from vgpu.memory.blocks import Block
 from vgpu.tensor import autocast as casting
-from vgpu.tensor import views
-from vgpu.tensor.compute import make_generator
-from vgpu.tensor.methods import HELD, cpp_device, naming_devices
+from vgpu.tensor.methods import cpp_device, naming_devices
 from vgpu.tensor.tensor import VirtualTensor
-from vgpu.time import streams
+from vgpu.time import recording
 from vgpu.torch_patches import device_module
 from vgpu.torch_patches.undo import Changes
 
@@ -58,11 +59,36 @@ _FUNCTIONS = {
     "_accelerator_getDeviceStats": device_module.memory_stats,
     "_accelerator_resetPeakStats": device_module.reset_peak_memory_stats,
 }
+_PlainStream, _PlainEvent = torch.Stream, torch.Event
+
+
+def make_stream(*args: Any, **kwargs: Any) -> torch.Stream:
+    """Create what ``torch.Stream(device, priority)`` returns while virtual GPUs are enabled."""
+    device = args[0] if args else kwargs.get("device")
+    if "stream_id" in kwargs or not _is_virtual(device):
+        return _PlainStream(*args, **kwargs)
+    return device_module.Stream(
+        device, *args[1:], **{k: v for k, v in kwargs.items() if k != "device"}
+    )
+
+
+def make_event(device: Any = None, **options: Any) -> torch.Event:
+    """Create what ``torch.Event(device, ...)`` returns while virtual GPUs are enabled."""
+    return device_module.Event(**options) if _is_virtual(device) else _PlainEvent(device, **options)
+
+
+def _is_virtual(device: Any) -> bool:
+    """Whether a device is a virtual GPU; None or an index means the accelerator, which is one."""
+    if device is None or isinstance(device, int):
+        return True
+    return gpus.resolve(torch.device(device)) is not None
+
+
 # Classes that C++ can't instantiate for a virtual GPU.
 _CLASSES: dict[str, Callable[..., Any]] = {
-    "Generator": make_generator,
-    "Stream": streams.make_stream,
-    "Event": streams.make_event,
+    "Generator": gpus.make_generator,
+    "Stream": make_stream,
+    "Event": make_event,
 }
 
 
@@ -73,8 +99,6 @@ def install(changes: Changes) -> None:
         changes.wrap_function(name, make, torch, for_classes=False)
         changes.add(constructors, getattr(torch, name))
     changes.wrap_function("ctc_loss", ctc_loss, torch)
-    changes.wrap(torch.Tensor, "data", data_across_devices)
-    changes.wrap(torch, "_has_compatible_shallow_copy_type", has_compatible_type)
     changes.wrap(torch.UntypedStorage, "resize_", resize_storage)
     for lazy in (UninitializedParameter, UninitializedBuffer):
         changes.wrap(lazy, "__new__", without_size)
@@ -88,6 +112,7 @@ def install(changes: Changes) -> None:
     for owner in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
         changes.wrap(owner, "_has_foreach_support", _of_plain_tensors)
     changes.wrap(torch._C, "_group_tensors_by_device_and_dtype", _grouping_by_name)
+    _install_data_parallel(changes)
 
 
 def _install_accelerator(changes: Changes) -> None:
@@ -241,155 +266,146 @@ def _grouping_by_name(plain: Callable[..., dict[Any, Any]]) -> Callable[..., dic
     return grouped
 
 
-# ``tensor.data = other`` across devices, which ``Module.to`` uses to preserve parameter identity
+# ``nn.DataParallel``: copies between GPUs, streams and threads
 #
-# For CPU and CUDA tensors, torch replaces the contents of the C++ tensor. A virtual tensor has a
-# different Python class and different dispatch keys, so here the two Python objects swap their C++
-# tensors and classes.
+# ``scatter``, ``gather``, ``broadcast_coalesced`` and ``reduce_add`` replace the functions of the
+# same name in ``torch.nn.parallel.comm``, whose C++ code supports only CUDA; autograd's ``Scatter``,
+# ``Gather`` and ``Broadcast`` call them. In a recording of virtual time, a broadcast or reduce costs
+# the same as NCCL's, which torch uses on CUDA.
+
+_plain_reduce_add = comm.reduce_add
 
 
-def data_across_devices(plain: Any) -> property:
-    """Return the property ``Tensor.data``, extended to virtual tensors."""
-
-    def set(tensor: torch.Tensor, source: torch.Tensor) -> None:
-        if _of_other_kind(tensor, source):
-            become(tensor, source)
-            return
-        if isinstance(tensor, VirtualTensor) and tensor.layout is source.layout is torch.strided:
-            torch._C._set_conj(tensor, source.is_conj())
-            torch._C._set_neg(tensor, source.is_neg())
-        plain.__set__(tensor, source)
-        if isinstance(tensor, VirtualTensor) and isinstance(source, VirtualTensor):
-            tensor.__class__ = source.__class__
-            for name in HELD:
-                setattr(tensor, name, getattr(source, name))
-            tensor._given_data = True
-            if type(tensor) is VirtualTensor:
-                # They share memory, but changing one's shape later doesn't affect the other's.
-                tensor._inner = source._inner.detach()
-
-    return property(plain.__get__, set)
+def _install_data_parallel(changes: Changes) -> None:
+    for function in (scatter, gather, broadcast_coalesced, reduce_add):
+        changes.set(comm, function.__name__, function)
+    changes.wrap(torch.cuda.nccl, "is_available", nccl_is_available)
+    changes.set(torch.nn.parallel._functions, "_get_stream", copy_stream)
+    parallel_apply = recording.sharing_the_interpreter(torch.nn.parallel.parallel_apply)
+    changes.set(torch.nn.parallel, "parallel_apply", parallel_apply)
+    # Unlike the rest of torch.nn.parallel, this module uses torch.cuda's function, which accepts no
+    # other devices.
+    module = sys.modules["torch.nn.parallel.parallel_apply"]
+    changes.set(module, "_get_device_index", torch._utils._get_device_index)
+    for name in ("data_parallel", "parallel_apply"):
+        module = sys.modules[f"torch.nn.parallel.{name}"]
+        changes.set(module, "parallel_apply", parallel_apply)
 
 
-def has_compatible_type(plain: Callable[..., bool]) -> Callable[..., bool]:
-    """Wrap the check that ``input.data = from_`` works, which precedes moving parameters."""
+def nccl_is_available(plain: Callable[..., bool]) -> Callable[..., bool]:
+    """Wrap ``torch.cuda.nccl.is_available`` so that it returns False for virtual tensors.
 
-    # The parameters must have torch's names: torch.compile compares the signatures.
-    def _has_compatible_shallow_copy_type(input: torch.Tensor, from_: torch.Tensor) -> bool:
-        if _of_other_kind(input, from_):
-            return input.layout is torch.strided and from_.layout is torch.strided
-        return plain(input, from_)
-
-    return _has_compatible_shallow_copy_type
-
-
-def _of_other_kind(tensor: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether C++ considers the tensors to be of different types."""
-    if isinstance(tensor, VirtualTensor) and isinstance(source, VirtualTensor):
-        # The keys differ for shapes on the host and for inference tensors.
-        strided = tensor.layout is source.layout is torch.strided
-        return strided and _keys(tensor) != _keys(source)
-    return isinstance(tensor, VirtualTensor) != isinstance(source, VirtualTensor)
-
-
-def _keys(tensor: torch.Tensor) -> int:
-    """Return the dispatch keys by which C++ compares two tensors, except those it can change."""
-    keys = torch._C._dispatch_keys(tensor)
-    for mark in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative):
-        keys = keys.remove(mark)
-    return keys.raw_repr()
-
-
-def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Give ``tensor`` the class and contents of ``source``; it stays the same object.
-
-    The two are of different kinds: only one is virtual, or a shape on the host, or an inference
-    tensor. ``requires_grad`` and other attributes are kept; the gradient is moved to the same
-    device. Raises RuntimeError if ``tensor`` isn't a leaf, or is the gradient of another tensor.
+    torch's own function warns if torch was built without NCCL.
     """
-    if not tensor.is_leaf:
-        raise RuntimeError(
-            "assigning .data of another device type to a tensor that is not a leaf is not "
-            "supported on virtual GPUs; use .to(device) instead"
-        )
-    if not tensor.requires_grad and (holders := views.holders_of(tensor)):
-        raise RuntimeError(
-            "assigning .data of another device type to the gradient of a tensor of size "
-            f"{tuple(holders[0].size())} on {holders[0].device} is not supported on virtual GPUs: "
-            "move that tensor; its gradient follows"
-        )
-    grad = tensor.grad
-    if grad is not None:
-        tensor.grad = None
-    try:
-        if grad is not None:
-            become(grad, grad.detach().to(source.device))
-        _swap(tensor, source)
-    except RuntimeError:
-        if grad is not None:
-            if grad.device != tensor.device:
-                become(grad, grad.detach().to(tensor.device))
-            tensor.grad = grad
-        raise
-    if grad is not None:
-        tensor.grad = grad
+
+    def is_available(tensors: Iterable[object]) -> bool:
+        virtual = any(isinstance(tensor, VirtualTensor) for tensor in tensors)
+        return not virtual and plain(tensors)
+
+    return is_available
 
 
-def _swap(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Exchange the contents of two tensors; if that fails, both are unchanged."""
-    content: Any = source.data.requires_grad_(tensor.requires_grad)
-    if not content.is_inference() and not tensor.is_inference():  # keep the version counter
-        torch._C._increment_version([content] * tensor._version)
-    node = _accumulates(tensor) if tensor.requires_grad and not tensor.is_inference() else None
-    attributes = {name: value for name, value in vars(tensor).items() if name not in HELD}
-    held = {name: value for name, value in vars(content).items() if name in HELD}
-    new_class: type[torch.Tensor] = torch.Tensor
-    if isinstance(tensor, torch.nn.Parameter):
-        attributes["_is_param"] = True
-        new_class = torch.nn.Parameter
-    if held:
-        new_class = type(content)
-    # The other object now has the old contents, which a graph may still need.
-    old_class, old_attributes = tensor.__class__, dict(vars(tensor))
-    try:
-        torch._C._swap_tensor_impl(tensor, content)
-    except RuntimeError as error:
-        if "weakrefs" not in str(error):
-            raise
-        raise RuntimeError(
-            f"a tensor of size {tuple(tensor.size())} cannot move from {tensor.device} to "
-            f"{source.device}: something in C++ refers to it, as torch.profiler does with "
-            "record_shapes or with_flops. On virtual GPUs, move the model before the profiler "
-            "begins."
-        ) from None
-    if node is not None:
-        _refuse_backward(node)
-    for target, kind, names in (
-        (tensor, new_class, {**attributes, **held}),
-        (content, old_class, old_attributes),
-    ):
-        target.__class__ = kind
-        vars(target).clear()
-        vars(target).update(names)
-    # The hooks' dicts stay with the Python object; set them again in C++.
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if (hooks := getattr(tensor, name)) is not None:
-            setattr(tensor, name, hooks)
+@functools.cache
+def copy_stream(device: torch.device) -> torch.Stream | None:
+    """Return a device's background stream for CPU copies (``torch.nn.parallel._functions``)."""
+    return None if device.type == "cpu" else device_module.Stream(device)
 
 
-def _accumulates(tensor: torch.Tensor) -> Node:
-    """Return the node that accumulates the tensor's gradient in existing graphs."""
-    with torch.inference_mode(False):
-        return torch.autograd.graph.get_gradient_edge(tensor).node
+def scatter(
+    tensor: torch.Tensor,
+    devices: Any = None,
+    chunk_sizes: Any = None,
+    dim: int = 0,
+    streams: Any = None,
+) -> tuple[torch.Tensor, ...]:
+    """Split ``tensor`` along ``dim`` into a chunk per device; fewer if the dimension is too small.
+
+    ``streams`` has the stream for each device's copy, or None for the current one. The host doesn't
+    wait.
+    """
+    tensor = _handle_complex(tensor)
+    targets = [_gpu_device(d) for d in devices]
+    if chunk_sizes is None:
+        chunks = tensor.chunk(len(targets), dim)
+    else:
+        chunks = tensor.split(list(chunk_sizes), dim)
+    moved = []
+    for chunk, target, stream in zip(chunks, targets, streams or repeat(None), strict=False):
+        with nullcontext() if stream is None else stream:
+            moved.append(chunk.to(target, non_blocking=True))
+    return tuple(moved)
 
 
-def _refuse_backward(node: Node) -> None:
-    """Make existing graphs raise an error: they'd accumulate gradients into the old contents."""
+def gather(tensors: Sequence[torch.Tensor], dim: int = 0, destination: Any = None) -> torch.Tensor:
+    """Concatenate the tensors along ``dim`` on ``destination``; -1 is the CPU.
 
-    def refuse(grad_outputs: Any) -> None:
-        raise RuntimeError(
-            "backward through a graph that was created before its parameters were moved to another "
-            "device: run the forward pass again, or move the module before the forward pass"
-        )
+    Each tensor is copied directly into the result, so there's no second copy on that device.
+    """
+    tensors = [_handle_complex(tensor) for tensor in tensors]
+    sizes = [tensor.size(dim) for tensor in tensors]
+    shape = list(tensors[0].shape)
+    for index, tensor in enumerate(tensors):
+        shape[dim] = sizes[index]
+        if list(tensor.shape) != shape:
+            raise RuntimeError(
+                f"Input tensor at index {index} has invalid shape {list(tensor.shape)}, "
+                f"but expected {shape}"
+            )
+    shape[dim] = sum(sizes)
+    index = _get_device_index(destination, allow_cpu=True, optional=True)
+    target = torch.device("cpu") if index == -1 else _gpu_device(index)
+    out = torch.empty(shape, dtype=tensors[0].dtype, device=target)
+    for part, tensor in zip(out.split(sizes, dim), tensors, strict=True):
+        part.copy_(tensor)
+    return out
 
-    node.register_prehook(refuse)
+
+def broadcast_coalesced(
+    tensors: Sequence[torch.Tensor], devices: Any, buffer_size: int = 10485760
+) -> list[list[torch.Tensor]]:
+    """Return the tensors on every device: copies, except on their own device.
+
+    The copies have no autograd history, like those from C++; autograd's ``Broadcast`` adds it.
+    """
+    targets = [_gpu_device(device) for device in devices]
+    tensors = [_handle_complex(tensor) for tensor in tensors]
+    size_bytes = sum(tensor.nbytes for tensor in tensors)
+    with _as_collective("broadcast", size_bytes, targets, buffer_size):
+        return [
+            [t if t.device == target else t.to(target).detach() for t in tensors]
+            for target in targets
+        ]
+
+
+def reduce_add(inputs: Sequence[torch.Tensor], destination: Any = None) -> torch.Tensor:
+    """Sum the inputs on one device with torch's own function, recorded as a single reduce."""
+    devices = [tensor.device for tensor in inputs]
+    first = inputs[0]
+    parts = (first,) if first.layout is torch.strided else (first._indices(), first._values())
+    size_bytes = sum(part.nbytes for part in parts)
+    with _as_collective("reduce", size_bytes, devices, size_bytes):
+        total: torch.Tensor = _plain_reduce_add(inputs, destination)
+    return total
+
+
+def _gpu_device(index_or_device: Any) -> torch.device:
+    return gpus.by_index(_get_device_index(index_or_device)).device
+
+
+@contextmanager
+def _as_collective(
+    name: str, size_bytes: int, devices: Sequence[torch.device], buffer_bytes: int
+) -> Iterator[None]:
+    """In a recording, record the copies in the block as one NCCL collective per buffer.
+
+    ``size_bytes`` is per GPU.
+    """
+    now = recording.under_way
+    if now is None or len(devices) < 2 or size_bytes == 0:
+        yield
+        return
+    with recording.paused():
+        yield
+    taking_part = [gpus.by_index(device.index) for device in devices]
+    for begin_bytes in range(0, size_bytes, buffer_bytes):
+        now.local_collective(name, min(size_bytes - begin_bytes, buffer_bytes), taking_part)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from helpers.checks.core import Wrong, exercise, expect_two, for_input, hint_by_value
-from vgpu.plan import Layout, Plan, estimate, extrapolate, failures
-from vgpu.plan.extrapolation import ExtrapolatedStep
+from vgpu.plan import Layout, Plan, estimate, extrapolate
+from vgpu.plan.plan import ExtrapolatedStep
 from vgpu.plan.transformer import LLAMA, TransformerSizes
 from vgpu.tables import Table
 from vgpu.units import format_bytes, format_seconds
@@ -170,10 +170,10 @@ def best_interval(answer: Callable[..., Any]) -> dict[str, Any]:
             yours = float(answer(checkpoint_s, gpus, gpu_years))
         of_one_s = gpu_years * 365 * 86_400
         between_s = of_one_s / gpus
-        best = failures.best_interval_s(checkpoint_s, between_s)
+        best = estimate.best_interval_s(checkpoint_s, between_s)
 
         lasts = functools.partial(
-            failures.expected_goodput,
+            estimate.expected_goodput,
             checkpoint_s=checkpoint_s,
             restart_s=0,
             between_failures_s=between_s,

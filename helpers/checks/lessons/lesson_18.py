@@ -17,8 +17,7 @@ from helpers.checks.core import (
     hint_by_value,
 )
 from helpers.checks.on_ranks import on_ranks
-from vgpu.plan.request_queue import Generation, Request, chunked_prefill, simulate_queue
-from vgpu.plan.serving import Server
+from vgpu.plan.serving import Generation, Request, Server, chunked_prefill, simulate_queue
 from vgpu.plan.transformer import LLAMA, TransformerSizes
 from vgpu.profiling import CollectiveCounter, own_gpu
 from vgpu.units import format_bytes, format_seconds

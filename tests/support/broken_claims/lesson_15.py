@@ -77,8 +77,8 @@ BROKEN = [
         "I08",
         "checkpoints cost nothing",
         expensive=True,
-        old="return failures.expected_goodput(interval_s, checkpoint_s, restart_s, mean_s)",
-        new="return failures.expected_goodput(interval_s, 0, restart_s, mean_s)",
+        old="return estimate.expected_goodput(interval_s, checkpoint_s, restart_s, mean_s)",
+        new="return estimate.expected_goodput(interval_s, 0, restart_s, mean_s)",
     ),
     Broken(
         "I09",

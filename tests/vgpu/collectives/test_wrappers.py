@@ -9,7 +9,7 @@ from cells import cell
 
 from teaching.lessons import ROOT
 from vgpu import launch
-from vgpu.tensor import compute
+from vgpu.memory import gpus
 
 pytestmark = pytest.mark.virtual_gpus(2)
 
@@ -44,7 +44,7 @@ def test_a_generators_state_is_complete_and_has_an_offset():
     torch.rand(3, device="vgpu:0", generator=generator)
     state = generator.get_state()
     expected = torch.rand(5, device="vgpu:0", generator=generator)
-    assert compute.offset_in(state).item() == 0
+    assert gpus.offset_in(state).item() == 0
     other = torch.Generator("vgpu:1")
     other.set_state(state)
     assert other.initial_seed() == 7
@@ -52,13 +52,13 @@ def test_a_generators_state_is_complete_and_has_an_offset():
 
     def drawn_at(offset):
         moved = state.clone()
-        compute.set_offset_in(moved, offset)
+        gpus.set_offset_in(moved, offset)
         other.set_state(moved)
         return torch.rand(5, device="vgpu:1", generator=other).cpu()
 
     assert torch.equal(drawn_at(8), drawn_at(8))
     assert not torch.equal(drawn_at(8), drawn_at(12))
-    assert other.initial_seed() == 7 and compute.offset_in(other.get_state()).item() == 12
+    assert other.initial_seed() == 7 and gpus.offset_in(other.get_state()).item() == 12
 
 
 def test_shards_draw_different_numbers_and_replicas_the_same():

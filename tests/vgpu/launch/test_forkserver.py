@@ -31,8 +31,8 @@ def test_a_kernel_that_exits_has_no_process_to_wait_for():
     """
     source = """
 import os, psutil
-from vgpu.launch.rank import warm_up
-warm_up()
+from vgpu import launch
+launch.warm_up()
 print([os.getpgid(child.pid) == os.getpgrp() for child in psutil.Process().children()])
 """
     found = subprocess.run(

@@ -3,7 +3,7 @@
 import pytest
 from cells import run
 
-from vgpu.launch.output import MAX_OUTPUT_CHARACTERS, RankOutput
+from vgpu.launch.processes import MAX_OUTPUT_CHARACTERS, RankOutput
 
 
 def frame(stamp_ns, text, stream="o"):

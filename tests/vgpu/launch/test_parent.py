@@ -15,8 +15,8 @@ from rights import needs_shared_memory
 
 # Only what ranks need: a forkserver with fewer imports starts a second faster.
 FEW_IMPORTS = """
-from vgpu.launch import rank
-rank.PRELOAD = ("torch", "vgpu.launch.rank")
+from vgpu.launch import processes
+processes.PRELOAD = ("torch", "vgpu.launch.processes")
 """
 PARENT = f"""{FEW_IMPORTS}
 import os, time

@@ -8,7 +8,7 @@ import torch
 
 import vgpu
 from vgpu.memory import blocks as memory
-from vgpu.memory import records
+from vgpu.memory import caching_allocator
 
 MIB = 2**20
 
@@ -173,7 +173,7 @@ def some_program(ask, seed=0):
 @pytest.mark.parametrize("longest_log", [8, 2**21])
 @pytest.mark.parametrize("shapes", [False, True])
 def test_reserved_bytes_equal_those_replayed_from_a_record(longest_log, shapes, monkeypatch):
-    monkeypatch.setattr(records, "_LONGEST_LOG", longest_log)
+    monkeypatch.setattr(caching_allocator, "_LONGEST_LOG", longest_log)
     asked = []
     mode = vgpu.shapes_only() if shapes else torch.no_grad()
     with mode, vgpu.record_memory() as record:

@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from vgpu.plan.failures import (
+from vgpu.plan.estimate import (
     Goodput,
     best_interval_s,
     expected_goodput,
+    goodput_with_failures_at,
     mean_time_between_failures_s,
-    simulated,
-    with_failures_at,
+    simulated_goodput,
 )
 
 
@@ -28,7 +28,7 @@ from vgpu.plan.failures import (
 def test_a_run_with_failures_takes_the_time_computed_by_hand(
     training_s, interval_s, checkpoint_s, failures_s, total_s
 ):
-    found = with_failures_at(training_s, interval_s, checkpoint_s, 3, failures_s)
+    found = goodput_with_failures_at(training_s, interval_s, checkpoint_s, 3, failures_s)
     assert found == Goodput(training_s, total_s, len(failures_s))
     assert found.share == training_s / total_s
 
@@ -37,7 +37,7 @@ def test_a_run_with_failures_takes_the_time_computed_by_hand(
 @pytest.mark.parametrize("restart_s", [0, 900])
 def test_the_simulation_agrees_with_the_formula(interval_s, restart_s):
     costs = {"checkpoint_s": 120, "restart_s": restart_s, "between_failures_s": 10_000}
-    found = simulated(5_000 * interval_s, interval_s, **costs)
+    found = simulated_goodput(5_000 * interval_s, interval_s, **costs)
     assert found.failures > 200
     # The mean over thousands of failures is within a few percent of the expected value.
     assert found.share == pytest.approx(expected_goodput(interval_s, **costs), rel=0.04)
@@ -50,11 +50,11 @@ def test_a_run_that_hardly_ever_completes_is_rejected():
     share = expected_goodput(120 * 2**11, 60, 300, between_failures_s)
     assert 0 < share < 1e-7
     with pytest.raises(ValueError, match=r"more than 10,000,000 failures .* different interval"):
-        simulated(300 * between_failures_s, 120 * 2**11, 60, 300, between_failures_s)
+        simulated_goodput(300 * between_failures_s, 120 * 2**11, 60, 300, between_failures_s)
     with pytest.raises(ValueError, match=r"more than 10,000,000 failures or intervals"):
-        simulated(1e12, 1e-3, 1e-3, 0, 1e12)
+        simulated_goodput(1e12, 1e-3, 1e-3, 0, 1e12)
     # A shorter run ends in the middle of its only interval.
-    assert simulated(600, 120 * 2**11, 60, 300, between_failures_s).share > 0.5
+    assert simulated_goodput(600, 120 * 2**11, 60, 300, between_failures_s).share > 0.5
 
 
 def test_youngs_formula_finds_the_best_interval():
@@ -81,8 +81,11 @@ def test_the_time_between_failures_matches_llama_3s():
         (lambda: best_interval_s(0, 1), "checkpoint_s must be positive and finite, got 0"),
         (lambda: expected_goodput(9, -9, 1, 1), "checkpoint_s must .* non-negative .* got -9"),
         (lambda: expected_goodput(9, 1, math.nan, 99), "restart_s must be a finite, .* got nan"),
-        (lambda: simulated(math.inf, 1, 1, 0, 9), "training_s must be positive and finite"),
-        (lambda: simulated(1, 1, 1, 1, -5), "between_failures_s must be positive .* got -5"),
+        (lambda: simulated_goodput(math.inf, 1, 1, 0, 9), "training_s must be positive and finite"),
+        (
+            lambda: simulated_goodput(1, 1, 1, 1, -5),
+            "between_failures_s must be positive .* got -5",
+        ),
     ],
 )
 def test_the_formula_rejects_impossible_times(call, words):

@@ -10,7 +10,7 @@ from toy_gpu import COSTS, KB, LAUNCH_S, SPEC, near
 import vgpu
 from vgpu.time import recording
 from vgpu.time.resources import Resource
-from vgpu.time.simulator import Simulator
+from vgpu.time.simulate import Simulator
 from vgpu.time.timeline import covered_s
 
 pytestmark = pytest.mark.virtual_gpus(2, gpu=SPEC)
