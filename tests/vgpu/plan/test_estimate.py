@@ -175,6 +175,9 @@ def test_the_slowest_group_determines_the_time():
         19,
     )  # four on one host, and one on another
     assert found.of("pipeline").link == "InfiniBand NDR"
+    # For each of 8 micro-batches, one message in each direction; all wait for the pair 15, 16.
+    between_s = cost().group_time_s("send", 8192 * MODEL.width * 2, (15, 16))
+    assert found.of("pipeline").sending_s == pytest.approx(16 * between_s)
     # 3 × 2 ranks hold the same parameters: 0 to 5 on one host, 6 to 11 on two.
     sizes = {"context": 2, "data": 3, "tensor": 4, "pipeline": 1}
     held = mesh_step(sizes, MODEL, 3, cost())

@@ -66,6 +66,14 @@ def test_a_forward_pass_sums_the_work_of_its_sequences():
     assert server.forward_s([(300, 0), (1, 99)]) > server.prefill_s(300)
 
 
+def test_a_static_batch_takes_a_prefill_and_a_step_for_each_further_token():
+    server = Server(LLAMA["8B"])
+    prefill_s = server.forward_s([(300, 0)] * 4)
+    steps_s = [server.forward_s([(1, context)] * 4) for context in range(300, 309)]
+    assert server.generate_s(4, 300, 1) == prefill_s
+    assert server.generate_s(4, 300, 10) == pytest.approx(prefill_s + sum(steps_s), rel=1e-3)
+
+
 def test_small_all_reduces_take_one_shot_and_large_ones_a_ring():
     server = Server(LLAMA["70B"], tp=8)
     link, small, large = server.cost.link, 16_384, 2**28
