@@ -94,6 +94,15 @@ def test_stages_serve_groups_in_turn_and_make_no_token_faster():
     assert two.tokens_per_s(64, 100, 100) > 1.7 * one.tokens_per_s(32, 100, 100)
 
 
+def test_stages_on_two_hosts_send_over_the_network():
+    server = Server(LLAMA["70B"], tp=8, pp=2)
+    slow = server.with_costs(network="Ethernet 25")
+    each_bytes = 64 * LLAMA["70B"].width * 2 / 8  # a rank sends an eighth of the hidden states
+    slow_s, fast_s = (one.cost.group_time_s("send", each_bytes, (0, 8)) for one in (slow, server))
+    work = [(1, 100)] * 64
+    assert slow.forward_s(work) - server.forward_s(work) == pytest.approx(slow_s - fast_s)
+
+
 def test_a_published_throughput_is_predicted_within_10_percent():
     # TensorRT-LLM 1.0, Llama 3.3 70B FP8, two H100s, 1000 tokens in and out: 4,205 tokens/s.
     server = Server(LLAMA["70B"], tp=2, weight_bits=8, cache_bits=8)
