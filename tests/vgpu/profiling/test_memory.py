@@ -40,6 +40,7 @@ def test_a_snapshot_has_the_peak_since_the_previous_one(gpus):
 
 def test_peaks_cover_only_the_step(gpus):
     kept = torch.ones(10_000, device=gpus[0])
+    torch.ones(20_000, device=gpus[0])  # freed before the step, whose peak is lower
 
     def step():
         first = torch.ones(1024, device=gpus[0])
