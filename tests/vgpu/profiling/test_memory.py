@@ -102,6 +102,15 @@ def test_causes_of_a_record_match_a_hand_calculation(step):
     assert {moment.phase for moment in record.moments} == {"forward", "backward", "update"}
 
 
+def test_gradients_count_once_even_if_no_phase_is_named(step):
+    """Without phases, a gradient is first an activation, until it's a parameter's ``.grad``."""
+    _, model, x = step
+    with memory.StepRecord(model, inputs=[x]) as record:
+        model(x).sum().backward()
+    assert record.moments[-1].by_cause["gradients"] > 0
+    assert all(moment.by_cause["temporary"] >= 0 for moment in record.moments)
+
+
 def test_recomputed_activations_belong_to_the_checkpointed_modules(step):
     _, model, x = step
     with memory.StepRecord(model, inputs=[x]) as record:
