@@ -144,6 +144,14 @@ def test_expect_equal_does_not_accept_a_bool_as_a_number():
         expect_equal(torch.ones(2), torch.zeros(2))
 
 
+def test_expect_gradients_returns_the_largest_difference_of_all_parameters():
+    exact, near = (torch.nn.ParameterList(torch.zeros(2) for _ in range(3)) for _ in range(2))
+    for index, (right, yours) in enumerate(zip(exact, near, strict=True)):
+        right.grad, yours.grad = torch.ones(2), torch.ones(2)
+        yours.grad[1] += 1e-6 if index == 1 else 0
+    assert core.expect_gradients(near, exact) == pytest.approx(1e-6, rel=0.1)
+
+
 @pytest.mark.usefixtures("doubled")
 def test_check_records_a_solved_exercise_and_reset_forgets_it(capsys):
     check("99.1", lambda x: x**2)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import vgpu
@@ -45,28 +46,47 @@ def test_one_gpu_holds_everything_and_sends_nothing():
         assert sum(alone.held.values()) == 16 * alone.parameters
 
 
-def test_answer_matches_what_fully_shard_keeps_and_sends():
-    """FSDP2 runs on rank 0 of 8 and reduces gradients in bfloat16, as the explorer assumes."""
-    found = answer(SHAPE, 8, FSDP)
+def fully_sharded(hosts, **mesh_sizes):
+    """Return what FSDP2 keeps and sends on rank 0: bytes kept, and the collectives of a step.
+
+    Gradients are reduced in bfloat16, as the explorer assumes.
+    """
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    with vgpu.cluster(hosts=1) as cluster, vgpu.shapes_only():
+    with vgpu.cluster(hosts=hosts) as cluster, vgpu.shapes_only():
+        mesh = init_device_mesh("vgpu", (*mesh_sizes.values(),), mesh_dim_names=(*mesh_sizes,))
         model = Transformer(SHAPE).to("vgpu")
         for module in (*model.blocks, model):
-            fully_shard(module, mp_policy=bf16, reshard_after_forward=True)
+            fully_shard(module, mesh=mesh, mp_policy=bf16, reshard_after_forward=True)
         optimizer = torch.optim.Adam(model.parameters(), fused=True)
         tokens = torch.zeros(1, 8, dtype=torch.int64, device="vgpu")
         with vgpu.record() as timeline:
             model(tokens).sum().backward()
         optimizer.step()
         kept_bytes = torch.vgpu.memory_allocated()
-        sent_bytes = sum(
-            7 / 8 * event.size_bytes
-            for event in timeline.of(cluster.device)
-            if event.kind == "collective"
-        )
+        return kept_bytes, [e for e in timeline.of(cluster.device) if e.kind == "collective"]
+
+
+def test_answer_matches_what_fully_shard_keeps_and_sends():
+    """FSDP2 runs on rank 0 of 8."""
+    found = answer(SHAPE, 8, FSDP)
+    kept_bytes, collectives = fully_sharded(1, shard=8)
+    sent_bytes = sum(7 / 8 * event.size_bytes for event in collectives)
     # In float32, shards of parameters, gradients and two moments also add up to 16 bytes.
     assert kept_bytes == pytest.approx(found.at_rest_bytes, rel=0.02)
     assert sent_bytes == pytest.approx(found.inside_bytes, rel=0.001)
+
+
+def test_answer_matches_what_hybrid_sharding_sends_inside_and_across_hosts():
+    """FSDP2 runs on rank 0 of 4 hosts with 8 GPUs each."""
+    found = answer(SHAPE, 32, HSDP)
+    _, collectives = fully_sharded(4, replicate=4, shard=8)
+    across = [event for event in collectives if event.name == "all_reduce"]
+    inside = [event for event in collectives if event.name != "all_reduce"]
+    assert {len(event.ranks) for event in across} == {4}
+    across_bytes = sum(2 * 3 / 4 * event.size_bytes for event in across)
+    inside_bytes = sum(7 / 8 * event.size_bytes for event in inside)
+    assert across_bytes == pytest.approx(found.across_bytes, rel=0.001)
+    assert inside_bytes == pytest.approx(found.inside_bytes, rel=0.001)
 
 
 def test_answer_rejects_partly_filled_hosts():

@@ -27,6 +27,15 @@ def test_lines_newer_than_the_last_read_wait_for_the_next_read(capsys):
     assert capsys.readouterr().out == "[rank 0] young\n"
 
 
+def test_incomplete_lines_at_the_end_are_ordered_by_time(capsys):
+    output = RankOutput(3)
+    output.feed(0, frame(30, "third"))
+    output.feed(1, frame(10, "first"))
+    output.feed(2, frame(20, "second\n"))
+    output.finish()
+    assert capsys.readouterr().out == "[rank 1] first\n[rank 2] second\n[rank 0] third\n"
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_the_output_does_not_depend_on_where_a_read_ends(size, capsys):
     data = frame(1, "é one\ntw") + frame(2, "o\n") + b"raw\n" + frame(3, "err\n", "e")

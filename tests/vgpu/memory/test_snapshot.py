@@ -39,6 +39,14 @@ def test_a_snapshot_has_each_block_and_the_stack_that_allocated_it(history):
     assert little["blocks"][0]["size"] == 512 == small.untyped_storage().nbytes() + 500
 
 
+def test_a_snapshot_distinguishes_requested_from_allocated_bytes(history):
+    x = torch.empty(11 * MIB, dtype=torch.uint8, device="vgpu:0")  # the last MiB isn't split off
+    (segment,) = (each for each in torch.vgpu.memory._snapshot()["segments"] if each["device"] == 0)
+    (block,) = segment["blocks"]
+    assert (block["size"], block["requested_size"]) == (12 * MIB, x.nbytes)
+    assert (segment["allocated_size"], segment["requested_size"]) == (12 * MIB, x.nbytes)
+
+
 def test_the_history_has_segments_allocations_and_releases_in_order(history):
     weight = make_weight()
     del weight

@@ -139,6 +139,21 @@ def test_ring_attention_sends_the_bytes_counted_on_ranks_in_lesson_14():
     assert found.of("context").sent_bytes == MODEL.layers * (3 * 2 * keys * 2 + 4 * 2 * keys * 6)
 
 
+def test_ring_attention_hides_a_message_behind_the_attention_of_one_block():
+    costs = cost(gpus_per_host=1, network="Ethernet 100")
+    found = mesh_step(dict.fromkeys(DIMENSIONS, 1) | {"context": 4}, MODEL, 1, costs)
+    tokens = 8192 // 4
+    # Two matmuls of a rank's queries with one rank's keys and values; the mask hides half.
+    block_s = 2 * 2 * tokens**2 * MODEL.width / 2 / (0.5 * 989e12)
+    bytes_of_keys = tokens * 128 * 8 * 2
+    forward_s, backward_s = (
+        costs.group_time_s("send", 2 * count * bytes_of_keys, (0, 1)) for count in (1, 3)
+    )
+    assert 2 * block_s < forward_s
+    exposed_s = 3 * (forward_s - block_s) + 4 * (backward_s - 2 * block_s)
+    assert found.of("context").exposed_s == pytest.approx(MODEL.layers * exposed_s)
+
+
 def test_a_slow_network_slows_only_traffic_that_crosses_it():
     fast, slow = (
         mesh_step(SIZES, MODEL, 64, cost(network=n)) for n in ("InfiniBand NDR", "Ethernet 100")
@@ -160,6 +175,9 @@ def test_the_slowest_group_determines_the_time():
         19,
     )  # four on one host, and one on another
     assert found.of("pipeline").link == "InfiniBand NDR"
+    # For each of 8 micro-batches, one message in each direction; all wait for the pair 15, 16.
+    between_s = cost().group_time_s("send", 8192 * MODEL.width * 2, (15, 16))
+    assert found.of("pipeline").sending_s == pytest.approx(16 * between_s)
     # 3 × 2 ranks hold the same parameters: 0 to 5 on one host, 6 to 11 on two.
     sizes = {"context": 2, "data": 3, "tensor": 4, "pipeline": 1}
     held = mesh_step(sizes, MODEL, 3, cost())

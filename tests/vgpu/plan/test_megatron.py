@@ -29,6 +29,16 @@ def test_recorded_parameters_match_the_model_sizes():
     assert ends >= sizes.vocabulary * sizes.width / 2
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"key_value_heads": 2, "feed_forward": 1536, "gated": True}]
+)
+def test_the_formula_counts_every_parameter_of_a_layer(changes):
+    sizes = GPTSizes(1, 512, 8, 512, 1024, **changes)
+    more = sizes._replace(layers=2).parameters - sizes.parameters
+    run = Run(sizes, 1, 1, 1, 1, 1, 1, NOTHING, flash=True)
+    assert recorded(run).layer.parameters == more
+
+
 def test_fused_attention_saves_time_and_grouped_query_attention_saves_more():
     unfused, fused = seconds(WIDE, dropout=0.0), seconds(WIDE, dropout=0.0, flash=True)
     grouped = WIDE.sizes._replace(key_value_heads=8)

@@ -75,6 +75,14 @@ def test_a_forward_pass_sums_the_work_of_its_sequences():
     assert server.forward_s([(300, 0), (1, 99)]) > server.prefill_s(300)
 
 
+def test_a_static_batch_takes_a_prefill_and_a_step_for_each_further_token():
+    server = Server(LLAMA["8B"])
+    prefill_s = server.forward_s([(300, 0)] * 4)
+    steps_s = [server.forward_s([(1, context)] * 4) for context in range(300, 309)]
+    assert server.generate_s(4, 300, 1) == prefill_s
+    assert server.generate_s(4, 300, 10) == pytest.approx(prefill_s + sum(steps_s), rel=1e-3)
+
+
 def test_small_all_reduces_take_one_shot_and_large_ones_a_ring():
     server = Server(LLAMA["70B"], tp=8)
     link, small, large = server.cost.link, 16_384, 2**28
@@ -93,6 +101,15 @@ def test_stages_serve_groups_in_turn_and_make_no_token_faster():
     assert one.decode_s(1, 100) < two.decode_s(1, 100) < 1.01 * one.decode_s(1, 100)
     assert two.decode_s(64, 100) == pytest.approx(two.decode_s(32, 100) + 0, rel=0.1)
     assert two.tokens_per_s(64, 100, 100) > 1.7 * one.tokens_per_s(32, 100, 100)
+
+
+def test_stages_on_two_hosts_send_over_the_network():
+    server = Server(LLAMA["70B"], tp=8, pp=2)
+    slow = server.with_costs(network="Ethernet 25")
+    each_bytes = 64 * LLAMA["70B"].width * 2 / 8  # a rank sends an eighth of the hidden states
+    slow_s, fast_s = (one.cost.group_time_s("send", each_bytes, (0, 8)) for one in (slow, server))
+    work = [(1, 100)] * 64
+    assert slow.forward_s(work) - server.forward_s(work) == pytest.approx(slow_s - fast_s)
 
 
 def test_a_published_throughput_is_predicted_within_10_percent():

@@ -115,6 +115,21 @@ def test_collectives_of_plain_tensors_count_the_full_tensors_bytes():
     ]
 
 
+def message(rank, world_size):
+    x = torch.zeros(8, device=own_gpu())
+    with CollectiveCounter() as sent:
+        dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+    return sent.calls, sent.sent_bytes
+
+
+def test_a_message_counts_on_both_ranks_and_is_sent_by_one():
+    results = launch.run(count_collectives_on_gpu, 2, message, gpu="V100")
+    assert results == [
+        (([("send", 32)], 32), [("send", 8)]),
+        (([("recv", 32)], 0), [("recv", 8)]),
+    ]
+
+
 def with_dtensors(rank, world_size):
     mesh = init_device_mesh(own_gpu().type, (world_size,))
     local = torch.zeros(8, 8, device=own_gpu())

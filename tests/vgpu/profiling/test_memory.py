@@ -40,6 +40,7 @@ def test_a_snapshot_has_the_peak_since_the_previous_one(gpus):
 
 def test_peaks_cover_only_the_step(gpus):
     kept = torch.ones(10_000, device=gpus[0])
+    torch.ones(20_000, device=gpus[0])  # freed before the step, whose peak is lower
 
     def step():
         first = torch.ones(1024, device=gpus[0])
@@ -99,6 +100,15 @@ def test_causes_of_a_record_match_a_hand_calculation(step):
     assert at_loss.activations_by_module == {"1": output, "3": output, "": 512}
     assert [record.moments[-1].by_cause[c] for c in ("activations", "temporary")] == [512, 0]
     assert {moment.phase for moment in record.moments} == {"forward", "backward", "update"}
+
+
+def test_gradients_count_once_even_if_no_phase_is_named(step):
+    """Without phases, a gradient is first an activation, until it's a parameter's ``.grad``."""
+    _, model, x = step
+    with memory.StepRecord(model, inputs=[x]) as record:
+        model(x).sum().backward()
+    assert record.moments[-1].by_cause["gradients"] > 0
+    assert all(moment.by_cause["temporary"] >= 0 for moment in record.moments)
 
 
 def test_recomputed_activations_belong_to_the_checkpointed_modules(step):

@@ -224,3 +224,17 @@ GRAD, NO_GRAD, INFERENCE = torch.enable_grad, torch.no_grad, torch.inference_mod
 def test_the_cache_behaves_like_torchs_own_on_the_cpu(modes):
     expected = casts_and_histories("cpu", nn.Parameter, modes)
     assert casts_and_histories("vgpu", nn.Parameter, modes) == expected
+
+
+@pytest.mark.parametrize(
+    "make_weight",
+    [
+        lambda values: values[:2].requires_grad_(),  # a leaf, but a view
+        lambda values: nn.Parameter(values).t().t(),
+        lambda values: nn.Parameter(values, requires_grad=False),
+    ],
+    ids=["view", "view of a parameter", "frozen"],
+)
+def test_casts_of_views_and_frozen_weights_are_not_cached(make_weight):
+    expected = casts_and_histories("cpu", make_weight, (GRAD, GRAD))
+    assert casts_and_histories("vgpu", make_weight, (GRAD, GRAD)) == expected

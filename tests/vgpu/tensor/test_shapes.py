@@ -70,6 +70,33 @@ def test_a_shape_that_does_not_fit_is_rejected():
             layer.to("vgpu:0")
 
 
+@pytest.mark.parametrize("order", [(True, 1, 1.0), (1.0, 1, True)])
+def test_a_shapes_dtype_depends_on_the_type_of_an_equal_number(order):
+    """True, 1 and 1.0 are equal, and results are looked up by arguments."""
+    host = torch.ones(len(order), 7, dtype=torch.bool)  # a size that no other test uses
+
+    def dtypes(device):
+        x = host.to(device)
+        return [((x + n).dtype, torch.full((7, 3), n, device=device).dtype) for n in order]
+
+    expected = dtypes("cpu")
+    with vgpu.shapes_only():
+        assert dtypes("vgpu:0") == expected
+        assert torch.arange(1, device="vgpu:0").dtype is torch.int64
+        assert torch.arange(1.0, device="vgpu:0").dtype is torch.float32
+
+
+def test_a_shape_and_its_conjugate_are_distinguished():
+    def resolved(device):
+        """Return, for a tensor and its conjugate, whether it's conjugated, and if a copy is made."""
+        z = torch.empty(3, 5, dtype=torch.complex64, device=device)
+        return [(x.is_conj(), x.resolve_conj() is x) for x in (z, z.conj(), z.conj().conj())]
+
+    expected = resolved("cpu")
+    with vgpu.shapes_only():
+        assert resolved("vgpu:0") == expected
+
+
 @pytest.mark.parametrize(
     "ask",
     [

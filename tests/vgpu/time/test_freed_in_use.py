@@ -81,6 +81,20 @@ def test_memory_freed_while_another_stream_reads_it_is_reported():
     assert (race.operation, race.other_operation, race.other_stream) == ("fill_", "sum", 0)
 
 
+def test_memory_read_last_by_a_backward_pass_is_reported():
+    side, weight = torch.vgpu.Stream("vgpu:0"), torch.ones(8, device="vgpu:0").requires_grad_()
+    with vgpu.record() as timeline:
+        with side:
+            made = eight()
+        current("vgpu:0").wait_stream(side)
+        (made * weight).sum().backward()  # backward multiplies by it again
+        del made
+        with side:
+            eight()
+    (race,) = timeline.races
+    assert (race.operation, race.other_operation, race.other_stream) == ("fill_", "mul", 0)
+
+
 @pytest.mark.parametrize(
     "synchronize",
     [

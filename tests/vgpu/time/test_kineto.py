@@ -76,6 +76,16 @@ def test_a_collective_has_its_element_type_and_group(joined, tmp_path):
     assert first["pid"] != second["pid"]
 
 
+def test_an_all_gather_receives_more_elements_than_it_sends(tmp_path):
+    with vgpu.cluster(hosts=1, gpus_per_host=2, gpu="H100"), vgpu.shapes_only():
+        part, whole = torch.empty(100, device="vgpu"), torch.empty(200, device="vgpu")
+        with vgpu.record() as timeline:
+            dist.all_gather_single(whole, part)
+    rows = rows_of(timeline, tmp_path / "trace.json")
+    (row,) = (row for row in rows if row["name"] == "ncclDevKernel_AllGather")
+    assert (row["args"]["In msg nelems"], row["args"]["Out msg nelems"]) == (100, 200)
+
+
 def test_a_collective_lasts_from_its_own_ranks_arrival_to_the_common_end(joined, tmp_path):
     rows = rows_of(joined, tmp_path / "trace.json")
     early, late = (row for row in rows if row["name"] == "ncclDevKernel_AllReduce")

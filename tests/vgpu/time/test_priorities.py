@@ -59,6 +59,22 @@ def test_a_kernel_is_delayed_by_one_with_priority_that_starts_later():
     assert replayed(timeline) == us((6, 10), (3, 27), (27, 29))
 
 
+def test_a_kernel_that_is_ready_while_one_with_priority_runs_loses_only_the_rest_of_that_time():
+    side, copies = torch.vgpu.Stream("vgpu:0", priority=-1), torch.vgpu.Stream("vgpu:0")
+    sent, short, long, after = torch.ones(5 * KB, device="vgpu:0"), neg(3), neg(10), neg(1)
+    with vgpu.record(COSTS) as timeline:
+        with torch.vgpu.stream(copies):
+            sent.to("vgpu:1")  # from 1 to 6
+        torch.vgpu.default_stream("vgpu:0").wait_stream(copies)
+        long()  # ready at 6
+        with torch.vgpu.stream(side):
+            short()  # from 3 to 9
+        after()  # 20 µs later
+    last = timeline.of("vgpu:0")[-1]
+    assert (last.start_s * 1e6, last.end_s * 1e6) == pytest.approx((29, 31))
+    assert vgpu.replay(timeline).events == timeline.events
+
+
 def test_a_kernel_launched_while_one_with_priority_runs_waits():
     side = torch.vgpu.Stream("vgpu:0", priority=-1)
     short, long = neg(5), neg(10)

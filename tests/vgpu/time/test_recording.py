@@ -216,6 +216,19 @@ def test_events_order_streams_and_measure_time():
         start.elapsed_time(end)
 
 
+def test_an_event_on_an_idle_stream_happens_when_the_host_records_it():
+    x = torch.ones(KB, device="vgpu:0")
+    start, end = (torch.vgpu.Event(enable_timing=True) for _ in range(2))
+    with vgpu.record(COSTS):
+        start.record()
+        vgpu.spend(3e-6)
+        end.record()
+        assert start.elapsed_time(end) == near(3e-3)
+        x.neg()  # launched after 4 µs, ends after 6
+        end.record()
+    assert start.elapsed_time(end) == near(6e-3)
+
+
 def test_backward_is_launched_by_one_thread_per_device():
     a = torch.ones(KB, device="vgpu:0", requires_grad=True)
     b = torch.ones(KB, device="vgpu:1", requires_grad=True)

@@ -225,6 +225,20 @@ def test_both_directions_of_a_link_work_at_once():
     assert [(event.start_s, event.end_s) for event in parts] == [(near(3), near(4))] * 4
 
 
+def test_an_all_to_all_takes_as_long_as_the_rank_with_the_most_bytes():
+    def exchanges(rank, x):
+        mine = 2 * KB * rank + KB  # elements for this rank itself; the other gets KB
+        given, splits = x.new_empty(mine + KB), [KB, KB]
+        splits[rank] = mine
+        dist.all_to_all_single(torch.empty_like(given), given, splits, splits)
+
+    timeline = joined(exchanges, exchanges)
+    parts = [event for event in timeline.events if event.kind == "collective"]
+    assert [event.size_bytes for event in parts] == [2000, 4000]
+    # Half of rank 1's 4 kB goes to each rank.
+    assert [(event.start_s, event.end_s) for event in parts] == [(near(1), near(3))] * 2
+
+
 def test_a_host_keeps_launching_while_a_stream_waits():
     """Both ranks receive before they send; rank 0 sends on a side stream, which doesn't wait."""
 

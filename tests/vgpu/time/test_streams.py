@@ -87,6 +87,31 @@ def test_backward_runs_on_the_stream_of_its_forward(name):
     assert timeline.races == []
 
 
+def test_backward_uses_the_default_stream_of_a_gpu_other_than_its_forwards():
+    (x, _), side = matrices(), torch.Stream("vgpu")
+    other = torch.ones(8, device="vgpu:1")
+
+    class TwoGPUs(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.neg()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            other.tanh()
+            return gradient.sigmoid()
+
+    with vgpu.record() as timeline:
+        side.wait_stream(torch.vgpu.current_stream())
+        with side:
+            y = TwoGPUs.apply(x)
+        torch.vgpu.current_stream().wait_stream(side)
+        y.sum().backward()
+    places = {event.name: (event.device.index, event.stream) for event in timeline.events}
+    assert places["neg"] == places["sigmoid"] == (0, side.stream_id)
+    assert places["tanh"] == (1, 0)
+
+
 def test_a_graph_from_before_the_recording_runs_on_the_default_stream():
     (x, weight), side = matrices(), torch.Stream("vgpu")
     y = x @ weight

@@ -43,6 +43,13 @@ def test_data_parallel_broadcasts_and_reduces_as_nccl_does():
     assert duration_s == pytest.approx(by_gpu[0][0].size_bytes / rate + 3 * 5e-6)
 
 
+def test_data_parallel_on_some_of_the_gpus_is_replayed_on_the_same_ones():
+    with vgpu.enable(4):
+        timeline = vgpu.data_parallel_iteration(make_model, (64, 512), (64, 512), 2)
+    assert [str(device) for device in timeline.devices] == ["vgpu:0", "vgpu:1"]
+    assert vgpu.replay(timeline) == timeline
+
+
 def test_the_ddp_iteration_rejects_unequal_shares():
     with vgpu.enable(1), pytest.raises(ValueError, match="3 ranks can't share 64 samples"):
         vgpu.ddp_iteration(make_model, (64, 512), (64, 512), 3)
