@@ -146,7 +146,7 @@ def scaled_numbers(
         axes.stairs((heights / len(exponents)).tolist(), bins, fill=True, color=COLORS["blue"])
         for left, right, color, label in (
             (bins[0], lowest - 1, "vermilion", "becomes 0"),
-            (lowest - 1, subnormal, "orange", "keeps fewer"),
+            (lowest - 1, subnormal, "orange", "keeps fewer bits"),
             (subnormal, top, "green", f"keeps {fraction_bits} fraction bits"),
         ):
             axes.axvspan(left, right, color=COLORS[color], alpha=0.2, linewidth=0, label=label)

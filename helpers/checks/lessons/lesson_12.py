@@ -246,7 +246,7 @@ def _judge_sharded(model: nn.Module, optimizer: Any) -> None:
         raise Wrong(
             yours=f"{len(whole)} of {len(named)} parameters aren't sharded, such as {whole[-1]}",
             expected="every parameter sharded",
-            hint="Call fully_shard on the parts, and last on the model, which takes the rest.",
+            hint="Call fully_shard on the parts first, and last on the model, for the rest.",
         )
     if any(parameter.device.type == "meta" for parameter in named.values()):
         raise Wrong(

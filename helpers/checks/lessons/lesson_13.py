@@ -183,7 +183,7 @@ def _hint_for_error(yours: str) -> str:
             "Some tensors became DTensors and meet others that are plain. Only x should become one, "
             "and only where it enters attention or feed_forward: None leaves cos and sin as they are."
         )
-    return "The model doesn't run: some layer gets a different part from the one it expects."
+    return "The model doesn't run: some layer doesn't get the part that it expects."
 
 
 def _hint_for_count(count: int) -> str:
@@ -229,7 +229,7 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
         results = on_ranks(_beside_whole, 2, block, inputs, plan, given=given)
     except Wrong as wrong:
         wrong.hint = (
-            "The block doesn't run: some layer gets a different part from the one it expects. "
+            "The block doesn't run: some layer doesn't get the part that it expects. "
             "Follow the tensors: ColwiseParallel takes its full input, RowwiseParallel one part.\n"
             f"{wrong.hint}"
         )
@@ -427,7 +427,7 @@ def how_far_to_split(answer: Callable[..., Any]) -> dict[str, Any]:
                 )
         shown[f"width {width}, {tokens} tokens"] = "; ".join(
             f"{degree}: {format_seconds(yours[degree])} ({format_seconds(of.makespan_s)} in virtual "
-            f"time), {yours[1] / (degree * yours[degree]):.0%} of each GPU"
+            f"time), {yours[1] / (degree * yours[degree]):.0%} efficiency"
             for degree, of in of_degrees.items()
         )
     return shown

@@ -154,8 +154,8 @@ def _slow_hint(step: ExtrapolatedStep) -> str:
         )
     if step.plan.recompute == "full":
         return (
-            "The GPU computes all the time. If memory is left, more sequences spread the update and a "
-            "step's beginning and end over more tokens; or recompute less."
+            "The GPU computes all the time. If there's memory left, more sequences spread the update "
+            "and a step's beginning and end over more tokens; or recompute less."
         )
     return "There's little recomputation and little waiting: use the remaining memory for tokens."
 
@@ -307,8 +307,8 @@ def _same_task(plan: Plan, wanted: Plan) -> None:
         raise Wrong(
             yours=f"a layout with {plan.layout.pp} pipeline stages",
             expected="dp_replicate × dp_shard × tp, without pipeline stages",
-            hint="A pipeline may well work; predict(plan) can tell. But this check records only a "
-            "few layers, and stages don't divide those as they divide the full model.",
+            hint="A pipeline may well work; predict(plan) can tell you. But this check records only "
+            "a few layers, and stages don't divide those as they divide the full model.",
         )
     names = ("sizes", "sequence", "gpus_per_host", "network")
     wrong = [name for name in names if getattr(plan, name) != getattr(wanted, name)]
@@ -321,7 +321,8 @@ def _same_task(plan: Plan, wanted: Plan) -> None:
             yours=f"a plan for something else: {', '.join(wrong)}",
             expected=f"{wanted.layout.ranks} {wanted.spec.name.removeprefix('Virtual ')}, and the "
             "given model, sequence length, hosts and network",
-            hint="dp_replicate × dp_shard × tp must be all GPUs, and the plan must match the task.",
+            hint="dp_replicate × dp_shard × tp must equal the number of GPUs, and the plan must match "
+            "the task.",
         )
 
 

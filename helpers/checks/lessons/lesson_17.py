@@ -1,4 +1,4 @@
-"""Checks for lesson 17: stochastic rounding, ranks to a percent, the layer that breaks, a recipe."""
+"""Checks for lesson 17: stochastic rounding, ranks to a 1% error, the layer that breaks, a recipe."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -68,13 +68,13 @@ def _judge_rounding(yours: torch.Tensor, low: float, high: float, share: float) 
         elif found in (0.0, 1.0):
             hint = "All values are rounded the same way. Each value needs its own random number."
         elif abs(found - 0.5) < 0.015:
-            hint = "Up and down are equally frequent. The nearer neighbor must be more frequent."
+            hint = "You round up and down equally often. The nearer neighbor must be more likely."
         else:
             hint = "The random number must go from 0 to 65,535, like the bits that are dropped."
         raise Wrong(yours=f"{found:.1%} rounded to {high:g}", expected=f"{share:.1%}", hint=hint)
 
 
-@exercise("17.2", "How many ranks until a percent")
+@exercise("17.2", "How many ranks until a 1% error")
 def ranks_until(answer: Callable[[torch.Tensor, float], Any]) -> dict[str, str]:
     shown = {}
     cases = [(0.3, 8, 0.001), (0.0, 96, 0.01), (1.0, 96, 0.01), (0.3, 160, 0.01), (0.3, 160, 0.005)]

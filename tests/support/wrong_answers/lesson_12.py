@@ -96,7 +96,7 @@ WRONG = {
         ),
         (
             _prepare(parts="(model.embedding, *model.layers, model.head)"),
-            "last on the model, which takes the rest",
+            "last on the model, for the rest",
         ),
         (
             _prepare(

@@ -161,7 +161,7 @@ def row_linear(x, weight, bias):
             ).replace(
                 "desired_input_layouts=layouts", "desired_input_layouts=(WHOLE, *layouts[1:])"
             ),
-            "gets a different part from the one it expects",
+            "doesn't get the part that it expects",
         ),
         (
             _share('"attention": prepare(WHOLE, None, None)').replace("**first_plan,", ""),

@@ -61,7 +61,7 @@ WRONG = {
     "15.2": [
         ("my_plan = 64", "Layout(dp_shard="),
         ('my_plan = Plan(LLAMA["8B"], Layout(dp_shard=64))', "the plan must match the task"),
-        ('my_plan = Plan(LLAMA["70B"], Layout(dp_shard=32))', "all GPUs"),
+        ('my_plan = Plan(LLAMA["70B"], Layout(dp_shard=32))', "equal the number of GPUs"),
         ('my_plan = Plan(LLAMA["70B"], Layout(dp_shard=32, pp=2), 2)', "A pipeline may well"),
         ('my_plan = Plan(LLAMA["70B"], Layout(dp_shard=64))', "more recomputation"),
         (
@@ -102,7 +102,7 @@ WRONG = {
         (_defend(speed="0.5"), "by 5/4"),
         (_defend(speed="0.375 * gpus"), "one GPU, not of all"),
         (_defend(layout="dp_replicate=gpus", state="12 * sizes.parameters"), "A larger dp_shard"),
-        (_defend(layout="dp_shard=gpus // 2"), "all GPUs"),
+        (_defend(layout="dp_shard=gpus // 2"), "equal the number of GPUs"),
         # One recipe for every cluster: too few tokens to hide the gathers, too much for a GPU, or
         # too many hosts that wait.
         (_defend(), "more tokens per GPU"),

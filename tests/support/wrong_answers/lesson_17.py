@@ -84,7 +84,7 @@ WRONG = {
             "    low = (x.view(torch.int32) & -(2**16)).view(torch.float32)\n"
             "    high = ((x.view(torch.int32) & -(2**16)) + 2**16).view(torch.float32)\n"
             "    return torch.where((torch.rand_like(x) < 0.5) & (x != low), high, low).bfloat16()",
-            "Up and down are equally frequent",
+            "You round up and down equally often",
         ),
         (
             "def stochastic(x):\n"
