@@ -111,7 +111,11 @@ def memory_of_servers(
     ]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     room = format_bytes(usable_bytes)
-    title(axes, message, f"counted; dashed: the {room} that may be used; orange: over the limit")
+    title(
+        axes,
+        message,
+        f"computed from sizes; dashed: the {room} that may be used; orange: over the limit",
+    )
     summary = "; ".join(
         f"{name}, {kind}: {format_bytes(sum(sizes))}"
         for name, by_format in held.items()
@@ -280,12 +284,13 @@ def predicted_and_published(rows: Mapping[str, Mapping[str, tuple[float, float]]
         axes.plot(shares, places, marker, ms=5, color=color, label=label)
         names += [f"{name}: {published:,.0f}" for name, (_, published) in series.items()]
     axes.set_yticks(range(count), names, fontsize=8)
+    axes.text(-0.01, 1, "published", ha="right", va="bottom", fontsize=8, transform=axes.transAxes)
     axes.set(xlim=(0.5, 1.5), ylim=(count - 0.4, -0.6), xlabel="predicted over published")
     legend_beside(axes, fontsize=9)
     title(
         axes,
         "From datasheets to tokens per second",
-        "virtual time; after each row: published tokens/s; gray: within 25%",
+        "tokens/s; predicted: virtual time; gray: within 25%",
     )
     summary = "; ".join(
         f"{name}: "
@@ -305,13 +310,13 @@ def token_times(streams: Mapping[str, Sequence[float]], arrival_s: float, prompt
     another user's prompt of ``prompt`` tokens arrives.
     """
     fig, axes = figure(width=7.5, height=0.9 + 0.45 * len(streams))
-    names = list(streams)[::-1]
-    for row, name in enumerate(names):
-        color = list(SERIES)[row % len(SERIES)]
-        axes.plot(list(streams[name]), [row] * len(streams[name]), "|", ms=14, color=color)
+    names = list(streams)
+    # The same colors as in ``queues``, where static batches come first.
+    for row, (times, color) in enumerate(zip(streams.values(), SERIES[1:], strict=False)):
+        axes.plot(list(times), [row] * len(times), "|", ms=14, color=color)
     axes.axvline(arrival_s, color=COLORS["gray"], ls="--", lw=1)
     axes.set_yticks(range(len(names)), names)
-    axes.set(xlabel="seconds", ylim=(-0.6, len(names) - 0.4))
+    axes.set(xlabel="seconds", ylim=(len(names) - 0.4, -0.6))
     axes.grid(axis="y", visible=False)
     title(
         axes,

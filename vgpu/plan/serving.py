@@ -296,12 +296,12 @@ def report(server: Server, prompt: int, output: int) -> str:
     for batch in batches:
         wait_s = server.decode_s(batch, prompt + output // 2)
         speed = server.tokens_per_s(batch, prompt, output)
-        times.append((batch, format_seconds(wait_s), f"{1 / wait_s:,.0f}", f"{speed:,.0f}"))
+        times.append((batch, *map(format_seconds, (wait_s, batch / speed)), f"{speed:,.0f}"))
     header = (
         "sequences at once",
-        "decoding: next token after",
-        "decoding: tokens/s per sequence",
-        "with prompts: total output tokens/s",
+        "decoding only: time per token",
+        "with prompts: time per token",
+        "with prompts: total tokens/s",
     )
     return "\n\n".join(
         [

@@ -84,11 +84,11 @@ def _hint_for_cache(
 @exercise("18.2", "One GPU's cache")
 def cache_of_one_gpu(answer: Callable[..., Any]) -> dict[str, Any]:
     shown = {}
-    for name, tp, bits in (("8B", 1, 16), ("70B", 4, 8), ("405B", 16, 16)):
+    for name, tp, bits in (("8B", 1, 16), ("70B", 4, 8), ("405B", 16, 16), ("70B", 8, 4)):
         sizes = replace(LLAMA[name], layers=random.randint(20, 90))
         sequences, tokens = random.randint(2, 60), random.randint(100, 9000)
-        server = Server(sizes, tp, weight_bits=16, cache_bits=bits)
-        right = server.cache_bytes_per_token * sequences * tokens
+        server = Server(sizes, tp)  # in bfloat16
+        right = server.cache_bytes_per_token * sequences * tokens * bits // 16
         given = (
             f"layers: {sizes.layers}, key-value heads: {sizes.key_value_heads}, head width: "
             f"{sizes.head_width}, {sequences} sequences of {tokens} tokens, {bits} bits, tp {tp}"
@@ -128,6 +128,7 @@ def _hint_for_bytes(found: float, right: int, sizes: TransformerSizes, tp: int, 
         "The cache holds key-value heads, and there are fewer of them than query heads.": right
         * group,
         "An element with that many bits has bits / 8 bytes.": right * 8,
+        "With 4 bits, bits // 8 is 0: multiply everything first, then divide by 8.": 0,
         "An element takes as many bits as given, not always 16.": right * 16 / bits,
         "Every layer has its own cache.": right / sizes.layers,
     }
@@ -280,11 +281,15 @@ def prefill_that_starves_nobody(answer: Callable[..., Any]) -> dict[str, Any]:
         with for_input(
             f"{given}; prompts left {prompts}, {len(generations) - len(prompts)} decoding"
         ):
-            _check_forward(tokens, generations)
+            _check_forward(tokens, generations, BUDGET)
         return list(tokens)
 
     with for_input(given):
         served = simulate_queue(server, requests, schedule)
+    lengths = random.sample(range(50, 500), 3)
+    few = [Generation(Request(0.0, length, 5), length) for length in lengths]
+    with for_input(f"prompts left {lengths}, none decoding, budget 2"):
+        _check_forward(answer(list(few), 2), few, 2)
     in_order = simulate_queue(server, requests, chunked_prefill(BUDGET))
 
     def short(generations: list[Generation]) -> float:
@@ -301,7 +306,7 @@ def prefill_that_starves_nobody(answer: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def _check_forward(tokens: Any, generations: Sequence[Generation]) -> None:
+def _check_forward(tokens: Any, generations: Sequence[Generation], budget: int) -> None:
     if not isinstance(tokens, list | tuple) or len(tokens) != len(generations):
         raise Wrong(
             yours=tokens,
@@ -323,18 +328,25 @@ def _check_forward(tokens: Any, generations: Sequence[Generation]) -> None:
             hint="Their users wait for the next token: they come first.",
         )
     prompts = [(n, g) for n, g in zip(tokens, generations, strict=True) if g.prompt_left]
-    if sum(tokens) > BUDGET:
+    if sum(tokens) > budget:
         raise Wrong(
-            yours=f"{sum(tokens)} tokens", expected=f"at most {BUDGET} in a forward pass",
+            yours=f"{sum(tokens)} tokens", expected=f"at most {budget} in a forward pass",
             hint="Generations that are decoding count, too. Divide only what they leave over.",
         )  # fmt: skip
-    if starved := [g for n, g in prompts if n == 0]:
+    share = (budget - (len(generations) - len(prompts))) // max(1, len(prompts))
+    if not any(tokens):
+        raise Wrong(
+            yours="a forward pass of 0 tokens",
+            expected="at least 1",
+            hint="There are fewer tokens than prompts, so an equal share rounds down to 0. Give some "
+            "prompts one token each.",
+        )
+    if share and (starved := [g for n, g in prompts if n == 0]):
         raise Wrong(
             yours=f"a prompt with {starved[0].prompt_left} tokens left gets none",
             expected="some tokens for each waiting prompt",
             hint="It could wait a long time like this. Give each prompt an equal share of the pass.",
         )
-    share = (BUDGET - (len(generations) - len(prompts))) // max(1, len(prompts))
     if short := [(n, g.prompt_left) for n, g in prompts if n < min(share, g.prompt_left)]:
         n, left = short[0]
         raise Wrong(
@@ -343,7 +355,7 @@ def _check_forward(tokens: Any, generations: Sequence[Generation]) -> None:
             hint="It advances, but others overtake it. No prompt gets less than an equal share, unless "
             "it needs less.",
         )
-    possible = min(BUDGET, len(generations) - len(prompts) + sum(g.prompt_left for _, g in prompts))
+    possible = min(budget, len(generations) - len(prompts) + sum(g.prompt_left for _, g in prompts))
     if sum(tokens) < possible - len(prompts):
         raise Wrong(
             yours=f"a forward pass of {sum(tokens)} tokens",

@@ -118,6 +118,7 @@ def remember(cache, key, value):
         (_bytes(bits="bits"), "bits / 8 bytes"),
         (_bytes(bits="2"), "not always 16"),
         (_bytes(numbers="2"), "Every layer"),
+        (_bytes(bits="(bits // 8)"), "multiply everything first"),
         (
             "def bytes_on_gpu(sizes, sequences, tokens, bits, tp):\n    return None",
             "a number of bytes",
@@ -170,6 +171,20 @@ def draw(logits, noise):
             "no more than it has left",
         ),
         (_fair().replace("else 1 for", "else 0 for"), "they come first"),
+        (
+            """
+def fair(generations, budget):
+    tokens = [0 if g.prompt_left else 1 for g in generations]
+    while hungry := [i for i, g in enumerate(generations) if tokens[i] < g.prompt_left]:
+        share = (budget - sum(tokens)) // len(hungry)
+        if share <= 0:
+            break
+        for i in hungry:
+            tokens[i] += min(share, generations[i].prompt_left - tokens[i])
+    return tokens
+""",
+            "an equal share rounds down to 0",
+        ),
         ("def fair(generations, budget):\n    return 1", "a list with an integer"),
     ],
 }
