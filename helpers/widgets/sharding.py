@@ -20,7 +20,7 @@ GPUS_PER_HOST = 8
 
 _BYTES = {"parameters": 2, "gradients": 2, "optimizer state": 12}
 
-# The causes that each way shards.
+# What each way shards.
 _CUT: dict[str, tuple[str, ...]] = {
     "nothing (DDP)": (),
     "optimizer state (ZeRO-1)": ("optimizer state",),

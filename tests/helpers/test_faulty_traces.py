@@ -19,7 +19,7 @@ def step_s(timeline):
 
 
 def without(letter, fault, timeline):
-    """The seconds of a step without one possible fault."""
+    """The seconds per step without one of the possible faults."""
     if fault == "gather":
         return step_s(vgpu.replay(timeline, **NO_NETWORK))
     if fault == "launches":
@@ -38,7 +38,7 @@ def test_the_named_fault_costs_more_than_any_other(letter):
     faults = [trace.fault for trace in faulty_traces.traces().values()]
     whole_s = step_s(timeline)
     costs = {other: whole_s - without(letter, other, timeline) for other in faults}
-    # In F, the host is late after each value that it reads, so faster launches would shorten those waits, too.
+    # In F, the host is late after each value that it reads, so faster launches would also make it less late.
     others = {name: s for name, s in costs.items() if (letter, name) != ("F", "launches")}
     second = max(s for name, s in others.items() if name != fault)
     assert costs[fault] == max(costs.values())

@@ -1,4 +1,4 @@
-"""Finds out where each rank is, and explains why ranks hang."""
+"""Finds where each rank is, and explains why ranks hang."""
 
 import linecache
 import math
@@ -441,11 +441,11 @@ def _describe(state: RankState | None, name_file: Callable[[str], str]) -> str:
     elif state.call == "backward":
         name = state.unfinished[0].name
         return (
-            f"waits in {name} inside backward (DistributedDataParallel averages gradients there), "
+            f"is waiting in {name} inside backward (DistributedDataParallel averages gradients there), "
             f"{here}"
         )
     else:
-        text = f"waits in {state.call or 'wait()'}, {here}"
+        text = f"is waiting in {state.call or 'wait()'}, {here}"
     elsewhere = [c for c in state.unfinished[:1] if c.call_site != state.call_site]
     for collective in elsewhere:
         started = at(collective.call_site, name_file)

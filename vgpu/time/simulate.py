@@ -207,7 +207,7 @@ def _who_waits(simulators: "Sequence[Simulator]") -> str:
     for simulator in simulators:
         pending = list(simulator.pending.values())
         arrived = [collective for collective in pending if collective.ready_s is not None]
-        what = f"waits in {(arrived or pending)[0]}" if pending else "has finished"
+        what = f"is waiting in {(arrived or pending)[0]}" if pending else "has finished"
         lines.append(f"  rank {simulator.rank} {what}")
     lines.append("All ranks of a group must call the same collectives in the same order.")
     return "\n".join(lines)

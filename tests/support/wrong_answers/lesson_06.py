@@ -139,7 +139,7 @@ def sum_over_ranks(tensor):
         dist.all_gather_single(total, part)
         return total
 """,
-            "rank 0 waits in all_gather_single",
+            "rank 0 is waiting in all_gather_single",
         ),
         (
             _sum(part=f"torch.empty({_LENGTH}, dtype=tensor.dtype)"),  # left on the CPU
@@ -206,7 +206,7 @@ def mean_over_ranks(values):
             "leave the loop",
         ),
         (ON_THE_CPU, "all_reduce was given a CPU tensor"),
-        (STOPS_ALONE, "waits in all_reduce, <exercise 6.4>"),
+        (STOPS_ALONE, "is waiting in all_reduce, <exercise 6.4>"),
         (STOPS_WITH_THE_FIRST, "stops too early"),
         (AVERAGED.format(rest="averages.append(average)"), "never stops early"),
         (

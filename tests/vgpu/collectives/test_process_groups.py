@@ -278,7 +278,7 @@ def test_the_error_for_a_hang_names_the_collective():
         if rank == 0:
             dist.all_reduce(x)
     """
-    with pytest.raises(launch.RanksHung, match="rank 0 waits in all_reduce"):
+    with pytest.raises(launch.RanksHung, match="rank 0 is waiting in all_reduce"):
         launch.run(cell(source)["main"], 2, gpu="V100")
 
 

@@ -273,11 +273,11 @@ def test_the_error_for_a_deadlock_says_who_waits_for_whom():
 
     with pytest.raises(vgpu.Deadlock) as caught:
         joined(waits, waits)
-    assert "rank 0 waits in recv of 1,000 bytes from rank 1" in str(caught.value)
-    assert "rank 1 waits in recv of 1,000 bytes from rank 0" in str(caught.value)
+    assert "rank 0 is waiting in recv of 1,000 bytes from rank 1" in str(caught.value)
+    assert "rank 1 is waiting in recv of 1,000 bytes from rank 0" in str(caught.value)
     with pytest.raises(vgpu.Deadlock) as caught:
         joined(lambda rank, x: dist.all_reduce(x), lambda rank, x: x.neg())
-    assert "rank 0 waits in all_reduce of 1,000 bytes among ranks [0, 1]" in str(caught.value)
+    assert "rank 0 is waiting in all_reduce of 1,000 bytes among ranks [0, 1]" in str(caught.value)
     assert "rank 1 has finished" in str(caught.value)
 
 
