@@ -163,7 +163,10 @@ for group in groups[:: 1 - 2 * rank]:
         "an asynchronous collective",
         "if rank: return\nwork = dist.all_reduce(torch.ones(1), async_op=True)\nx = 1\nwork.wait()",
         launch.RanksHung,
-        ["rank 0 is waiting in wait(), ", "line 5: work.wait(); unfinished: the all_reduce started at"],
+        [
+            "rank 0 is waiting in wait(), ",
+            "line 5: work.wait(); unfinished: the all_reduce started at",
+        ],
     ),
     Fault(
         "a group with a time limit of its own",
@@ -198,7 +201,11 @@ model = DDP(torch.nn.Linear(2, 1))
 for _ in range(2 + rank):
     model(torch.ones(1, 2)).sum().backward()""",
         launch.RanksHung,
-        ["rank 1 is waiting in all_reduce inside backward (Distrib", "line 4: model(", "rank 0 never"],
+        [
+            "rank 1 is waiting in all_reduce inside backward (Distrib",
+            "line 4: model(",
+            "rank 0 never",
+        ],
     ),
     Fault(
         "DDP built on one rank only",
