@@ -1,6 +1,6 @@
 """``cluster()``: run this process as one rank of a cluster that doesn't exist.
 
-Below it: what predicts a step there, for ``python -m vgpu --cluster`` and ``ddp_iteration``.
+It also predicts a step there, for ``python -m vgpu --cluster`` and ``ddp_iteration``.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from vgpu.units import format_bytes, format_seconds
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Hosts with the same number and model of GPUs each; ranks are numbered host by host."""
+    """Hosts with the same number and model of GPUs; ranks are numbered host by host."""
 
     hosts: int
     gpus_per_host: int

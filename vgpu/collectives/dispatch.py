@@ -1,4 +1,4 @@
-"""Runs the operators of collectives on virtual tensors.
+"""Runs collectives' operators on virtual tensors.
 
 Each call is checked and counted. gloo transfers the values of the CPU tensors inside them; for
 shapes, nothing is sent. In a recording, the collective takes virtual time on its group's own
@@ -41,7 +41,7 @@ from vgpu.torch_patches.undo import Changes
 
 
 class Tally:
-    """Counts the collectives on virtual tensors in which this process has taken part."""
+    """Counts this process's collectives on virtual tensors."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -307,7 +307,7 @@ def _record_functional(
 
 
 def _stream_number(now: Recording, gpu: VirtualGPU, call: Call) -> int:
-    """Return the number of the group's stream; messages to and from each peer have their own."""
+    """Return the group's stream number; sends to and receives from each peer have their own."""
     key: tuple[Any, ...] = (gpu.index, call.group_name)
     if call.peer is not None:
         key = (*key, call.peer, call.name)

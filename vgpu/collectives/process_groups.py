@@ -212,7 +212,7 @@ class _Comparison:
 
 
 _KEYS = 256
-"""How many collectives ahead a rank may be of one that hasn't compared its dtypes yet."""
+"""How many collectives a rank may be ahead of one that hasn't compared its dtypes yet."""
 
 _comparisons: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Comparison]" = (
     weakref.WeakKeyDictionary()
@@ -221,7 +221,7 @@ _groups_made: collections.Counter[str] = collections.Counter()  # by name; names
 
 
 def claim_gpu(group: dist.ProcessGroup, gpu: VirtualGPU) -> None:
-    """Claim this GPU for the rank's part in a group.
+    """Claim this GPU for this rank in a group.
 
     Raises DistBackendError if another rank of the group has claimed the same GPU of the same host,
     or if the group was created for a different GPU. NCCL compares GPUs when it creates a
@@ -255,10 +255,10 @@ def claim_gpu(group: dist.ProcessGroup, gpu: VirtualGPU) -> None:
 def compare_dtypes(call: Call) -> None:
     """Raise TypeError if another rank passes a different dtype to the same collective.
 
-    NCCL and gloo compare sizes in bytes at most, so float16 on one rank and bfloat16 on another
+    NCCL and gloo compare at most sizes in bytes, so float16 on one rank and bfloat16 on another
     would give meaningless numbers. The first rank to issue a collective writes its dtypes to the
-    group's store, and doesn't wait for the others; each of the others compares. The keys are
-    reused, so the store doesn't grow.
+    group's store without waiting, and the others compare theirs with those. The keys are reused,
+    so the store doesn't grow.
     """
     comparison = _comparisons.get(call.group)
     if comparison is None or call.peer is not None:
@@ -294,7 +294,7 @@ def _physical_gpu(index: int) -> str:
 
 
 def _virtual(value: Any) -> Any:
-    """Wrap a tensor on the GPU to which its storage belongs; return anything else unchanged."""
+    """Wrap a tensor as one on the GPU that its storage belongs to; return anything else unchanged."""
     if not isinstance(value, torch.Tensor) or isinstance(value, VirtualTensor):
         return value
     if value.layout is not torch.strided or value.device.type != "cpu":
@@ -403,7 +403,7 @@ def _show_device_of_dtensors(module: ModuleType, changes: Changes) -> None:
 
 
 def _read_offset(module: ModuleType, changes: Changes) -> None:
-    """Make DTensor, which sets a generator's offset per shard, find it at the end of vgpu's state.
+    """Let DTensor find a generator's offset, which it sets per shard, at the end of vgpu's state.
 
     torch reads a state of 16 bytes, as in CUDA's generator: a seed, then an offset.
     """
@@ -433,7 +433,7 @@ ddp_groups: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
 
 
 def _without_times(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn off DDP's timings; C++ has them only for the CPU and CUDA, and warns otherwise."""
+    """Turn off DDP's timings; C++ supports them only on the CPU and CUDA, and warns otherwise."""
 
     @functools.wraps(plain)
     def helper(ddp: Any, *args: Any, **kwargs: Any) -> None:

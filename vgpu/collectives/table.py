@@ -59,7 +59,7 @@ class Call:
         self.made: Tensors = []
         """Outputs that the operator creates; empty until it has run."""
         self.size_bytes = 0
-        """The size of the full tensor, as defined by nccl-tests; table.py sets it."""
+        """The size of the full tensor, as defined by nccl-tests; ``call_of`` sets it."""
         self.root: int | None = arguments.get("root_rank", arguments.get("src"))
         self.peer: int | None = None
         """The rank within the group at the other end of a message."""
@@ -294,7 +294,7 @@ class Route(NamedTuple):
 
 
 def _all_reduce(size_bytes: float, count: int, route: Route) -> float:
-    """Return the time of a ring or, across hosts, of a ring or a tree, whichever is faster.
+    """Return the time of a ring or, across hosts, of a tree if that's faster.
 
     A barrier takes as long as an all-reduce of one byte. The ring is a reduce-scatter, then an
     all-gather. Source of the tree: Sanders et al., 2009, Two-tree algorithms for full bandwidth
@@ -386,7 +386,7 @@ def _one_byte(call: Call) -> int:
 
 
 def _ring_pass(count: int) -> float:
-    """Return the fraction that all but one of n equal parts make up."""
+    """Return the combined fraction of all but one of n equal parts."""
     return (count - 1) / count
 
 

@@ -114,7 +114,7 @@ class BorrowedBuffers:
             blocks.borrowed.append(self)
 
     def is_dropped(self) -> bool:
-        """Whether the work has finished and nothing else refers to it; if so, it's dropped."""
+        """Whether the work has finished and nothing else refers to it; if so, drop it."""
         if _references(self._works) != [_ALONE] or not self._works[0].has_ended():
             return False
         self._works.clear()
@@ -160,7 +160,7 @@ def waited_for(tensor: VirtualTensor) -> None:
         borrowed.wait_for_return()
 
 
-# Works and futures
+# ``Work`` objects and futures
 
 
 class Waiting:
@@ -231,7 +231,7 @@ class Ending:
         return True
 
     def wait_for_values(self, timeout: timedelta) -> None:
-        with self._lock:  # some of gloo's works would copy the results again at every wait
+        with self._lock:  # some of gloo's Work objects would copy the results at every wait
             if not self._ended and self.gloos is not None:
                 self._wait_for_gloo(self.gloos, timeout)
                 self._ended = True
@@ -299,7 +299,7 @@ class _Future(torch.futures.Future[Any]):
         return outputs
 
     def value(self) -> Any:
-        return super().wait()  # if the work has been waited for, its thread may need a moment
+        return super().wait()  # even after a wait for the work, its thread may need a moment
 
     def then(self, callback: Callable[..., Any]) -> "torch.futures.Future[Any]":
         def then(done: "torch.futures.Future[Any]") -> Any:
@@ -310,7 +310,7 @@ class _Future(torch.futures.Future[Any]):
 
 
 class _PythonWork:
-    """The methods of a work that Python calls, except ``wait``."""
+    """The methods of a ``Work`` that Python calls, except ``wait``."""
 
     _ending: Ending
 

@@ -72,7 +72,7 @@ class CollectiveRecord:
     tensors: str
     """Sizes and dtypes of the rank's inputs."""
     numels: tuple[tuple[int, str], ...]
-    """The number of elements and the dtype of each of these tensors."""
+    """The number of elements and the dtype of each of the rank's inputs."""
     finished: bool
 
 

@@ -7,8 +7,8 @@ def hello(rank, world_size):
 launch.run(hello, 4)                # [0, 1, 2, 3]
 launch.run(hello, 4, gpu="V100")    # each rank has its own GPU, real or virtual
 
-The order: ``run``, how it follows its ranks, what each rank gets, and the errors if there are no
-results.
+In this order: ``run``, how it follows its ranks, what each rank gets, and the errors if there are
+no results.
 """
 
 import linecache
@@ -107,7 +107,7 @@ def run(
 def _follow(
     processes: RankProcesses, limit_s: float | None, arrived: Callable[[RankProcess], bool]
 ) -> None:
-    """Listen until every rank has arrived; raise a rank's failure, or RanksHung if time is up."""
+    """Listen until all ranks have ``arrived``; raise a rank's failure, or RanksHung at the limit."""
     began_s = time.monotonic()
     deadline_s = float("inf") if limit_s is None else began_s + limit_s
     look_s = began_s + FIRST_LOOK_S

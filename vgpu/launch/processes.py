@@ -243,7 +243,7 @@ class RankProcesses:
         self._output_waits = self._output.show(now_ns)
 
     def ask_states(self, time_s: float) -> list[RankState | None]:
-        """Return where each rank is; None for a rank that doesn't answer in that time.
+        """Return where each rank is; None for a rank that doesn't answer within ``time_s``.
 
         For a rank that has failed or exited, it's the last state that it sent.
         """
@@ -264,7 +264,7 @@ class RankProcesses:
         return [rank.state for rank in self.ranks]
 
     def release(self, time_s: float) -> None:
-        """Let ranks that have sent their results exit, and wait at most ``time_s`` for that."""
+        """Let ranks that have sent their results exit, and wait at most ``time_s`` for them."""
         for rank in self.ranks:
             rank.send("release")
         until_s = time.monotonic() + time_s
