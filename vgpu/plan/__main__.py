@@ -1,4 +1,4 @@
-"""Plan how to train a transformer on a cluster, or how to serve it, without having the cluster.
+"""Plan how to train a transformer on a cluster, or how to serve it, without having one.
 
 For training, PyTorch's own FSDP2 and tensor parallelism run on virtual GPUs, as one rank of the
 cluster or, for a pipeline, as one rank of each kind of stage. Bytes are counted, time is virtual,

@@ -195,7 +195,7 @@ def mesh_step(
         forward = message(numbers * _WORKING_BYTES, pairs)
         backward = message(numbers * (_WORKING_BYTES + _GRADIENT_BYTES), pairs)
         times = layers * micro_batches
-        # Backward sends once more, until the gradients are back on their own ranks.
+        # Backward takes one more send, to bring the gradients back to their own ranks.
         sent["context"] = [
             (times * (context - 1), *forward, block_s),
             (times * context, *backward, 2 * block_s),

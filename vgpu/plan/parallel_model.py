@@ -1,6 +1,6 @@
-"""Divides a transformer, or a pipeline stage, across ranks, using PyTorch's code for each degree.
+"""Divides a transformer or a pipeline stage across ranks, using PyTorch's own parallel code.
 
-The same lines apply FSDP2, tensor and context parallelism and recomputation on real ranks, under
+The same code applies FSDP2, tensor and context parallelism, and recomputation on real ranks, under
 ``launch.run`` or torchrun, and on a rank of ``vgpu.cluster``.
 """
 
@@ -327,7 +327,7 @@ def attention_context(mesh: DeviceMesh | None) -> Iterator[None]:
     if mesh is None:
         yield
         return
-    # Tensors along the sequence were created with only a rank's part, so nothing is left to split.
+    # Each rank creates only its own part of every sequence, so there's nothing left to split.
     nothing = torch.empty(2 * mesh.size())
     with context_parallel(
         mesh, buffers=[nothing], buffer_seq_dims=[0], no_restore_buffers={nothing}

@@ -77,8 +77,8 @@ def _predict_pipeline(plan: Plan, **costs: Any) -> "PipelineStep":
     return _simulated(plan, actions, ranks)
 
 
-# A rank's state before each action. Actions in equal states take equal time and bytes, so ranks
-# with the same stages, and further micro-batches, are recorded only if they reach a new state.
+# A rank's state before each action. Actions in the same state take the same time and bytes, so
+# ranks with the same stages, and later micro-batches, are recorded only if they reach a new state.
 
 
 class ActionContext(NamedTuple):

@@ -63,7 +63,7 @@ class Plan:
     float8: bool = False
     """Whether the blocks' linear layers use float8 matmuls (``vgpu.plan.parallel_model``)."""
     wrap_ends: bool = False
-    """Whether FSDP2 wraps embedding and output separately, so that less is reduced at the end."""
+    """Whether FSDP2 wraps the embedding and output separately, so less is reduced at the end."""
 
     def __post_init__(self) -> None:
         if self.sequence is None:

@@ -207,8 +207,8 @@ _COUNTS = {"gpus_per_host": 0, "collective_processors": 0, "slowest_of": 1}
 class CostModel:
     """How long operations, copies and collectives take on one GPU model.
 
-    Four shares are the fractions of the datasheet's peaks that are reached. They aren't measured
-    here but assumed, except where a lesson says that it fits one to a published time.
+    Four shares are the fractions of the datasheet's peaks that programs reach. They're assumed,
+    not measured, except where a lesson says that it fits one to a published time.
 
     - ``arithmetic_share`` is the share of the rate that hardware.py derives from the peak and the
       sizes. The best bfloat16 matmuls reach 0.87 (A100) and 0.80 (H100) of the peak

@@ -54,7 +54,7 @@ class RecordedStream:
     __slots__ = ("clock", "count", "device", "index", "number", "recording")
 
     def __init__(self, recording: object, index: int, device: torch.device, number: int) -> None:
-        self.recording = recording  # only tells its streams from another recording's
+        self.recording = recording  # only to tell its streams from another recording's
         self.index = index  # among the streams of the recording
         self.device = device
         self.number = number  # 0 is the device's default stream
@@ -101,7 +101,7 @@ class RecordedEvent:
 
     @property
     def recording(self) -> object:
-        """The recording; it only tells its events from another recording's."""
+        """The recording, used only to tell its events from another recording's."""
         return self.operation.stream.recording
 
 

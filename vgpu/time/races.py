@@ -181,7 +181,7 @@ class Accesses:
         """Check whether the stream has waited for the streams that used its freed blocks.
 
         This is called just before the stream's next operation, which may get one of these blocks.
-        Waiting as late as that is safe; the backward pass and FSDP do so.
+        Waiting that late is safe, and it's what the backward pass and FSDP do.
         """
         freed, self.freed_in_use = self.freed_in_use, []
         for writer, use in freed:

@@ -181,7 +181,7 @@ class Recording:
     # Operations: called by run in vgpu/tensor/tensor.py
 
     def before(self, operation: Operation) -> None:
-        """Determine stream and thread; put garbage in place of inputs that are read too early."""
+        """Determine the stream and thread; put garbage in place of inputs read too early."""
         info, inputs, written = operation.info, operation.inputs, operation.written
         if info.launches_nothing:
             self.call_sites.note(info.name, operation.gpu)
