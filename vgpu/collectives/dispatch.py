@@ -105,7 +105,7 @@ def _run(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return (*written, boxed) if written else boxed
 
 
-# The arguments that a c10d operator has written to and returns, and the end of its collective.
+# The arguments that a c10d operator has written to and returns, and its collective's ``Ending``.
 _Result = tuple[tuple[Any, ...], Ending]
 
 

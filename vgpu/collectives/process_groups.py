@@ -294,7 +294,7 @@ def _physical_gpu(index: int) -> str:
 
 
 def _virtual(value: Any) -> Any:
-    """Wrap a tensor as one on the GPU that its storage belongs to; return anything else unchanged."""
+    """Wrap a tensor as one on the GPU that its storage is on; return anything else unchanged."""
     if not isinstance(value, torch.Tensor) or isinstance(value, VirtualTensor):
         return value
     if value.layout is not torch.strided or value.device.type != "cpu":

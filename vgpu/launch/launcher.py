@@ -77,7 +77,7 @@ def run(
     or, for virtual GPUs, over gloo.
 
     What the ranks print is shown as they print it, in chronological order. ``timeout_s`` limits the
-    run, not counting the start of the ranks; None means no limit.
+    run, not counting the time to start the ranks; None means no limit.
 
     Raises RankRaised, RankDied or RanksHung (each a LaunchError) if a rank doesn't return, and
     TypeError or ValueError for invalid arguments. No process outlives the call, except one that a
@@ -107,7 +107,7 @@ def run(
 def _follow(
     processes: RankProcesses, limit_s: float | None, arrived: Callable[[RankProcess], bool]
 ) -> None:
-    """Listen until all ranks have ``arrived``; raise a rank's failure, or RanksHung at the limit."""
+    """Listen until all have ``arrived``; raise a rank's failure, or RanksHung if time is up."""
     began_s = time.monotonic()
     deadline_s = float("inf") if limit_s is None else began_s + limit_s
     look_s = began_s + FIRST_LOOK_S

@@ -63,7 +63,7 @@ def least_bytes(
     """Return the minimum number of bytes that a rank holds when its backward pass starts.
 
     The rank holds its part of the parameters and of Adam's two moments in float32. The ``tp`` ranks
-    also share what each block keeps, three float32 tensors the size of the logits (their
+    also share what each block keeps, plus three float32 tensors the size of the logits (their
     log-softmax, its gradient, and the logits' gradient) and, with ``gathered_once``, the blocks'
     parameters in bfloat16. ``tokens`` is the number on all ``tp`` ranks together.
     """

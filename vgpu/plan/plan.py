@@ -28,7 +28,7 @@ MOST_RANKS = 32_768
 
 MOST_LAYERS = 1024
 MOST_MICRO_BATCHES = 4096
-"""The limit for a pipeline: more micro-batches repeat the pattern, but take longer to simulate."""
+"""The limit for a pipeline: more would only repeat the pattern, and take longer to simulate."""
 
 _NO_LIMIT_BYTES = 2**50  # a plan that doesn't fit is still counted
 _MOST_BYTES = 2**45  # according to the estimate, which leaves out a lot

@@ -51,7 +51,7 @@ class Uses:
         return uses
 
     def freed(self, allocation: Enqueued) -> None:
-        """Note which uses may not have finished now that the block is freed.
+        """Note which uses may still be unfinished now that the block is freed.
 
         ``allocation`` is the operation for which the block was allocated.
         """

@@ -92,7 +92,7 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
 
 
 def spend(duration_s: float, name: str = "host work") -> None:
-    """In a recording, keep the host busy for ``duration_s``, for example to load a batch.
+    """In a recording, keep the host busy for ``duration_s``, for example to simulate data loading.
 
     Traces show ``name``. Does nothing outside a recording.
     """

@@ -4,7 +4,7 @@ A resource, such as a GPU's multiprocessors or one direction of a link, does one
 collective starts when all of its ranks are ready and its links are free: each GPU has at most one
 outgoing and one incoming transfer at a time within its host, and one of each to and from other
 hosts. A message waits for its receiver, as with NCCL. Ranks that aren't in the simulation are
-assumed to be ready as soon as the others.
+assumed to be ready as soon as the others are.
 """
 
 import bisect
@@ -82,7 +82,7 @@ class Resource:
             ends[index] = ends.pop(index + 1) + late_s
 
     def place(self, ready_s: float, duration_s: float) -> float:
-        """Occupy the first free ``duration_s`` from ``ready_s`` on; return the start."""
+        """Occupy the first free interval of that length from ``ready_s`` on; return its start."""
         starts, ends = self.starts, self.ends
         start_s = self.free_from(ready_s, duration_s)
         index = bisect.bisect_right(ends, start_s)
