@@ -417,7 +417,7 @@ class MemoryRecord:
         return allocator
 
     def replay(self, allocator: CachingAllocator) -> Iterator[MemoryEvent]:
-        """Replay the events of the allocator's device on it, and yield each event afterwards."""
+        """Apply the events on the allocator's device to it, and yield each one afterward."""
         events = self.events_on(allocator.device)
         _allocate_older(events, self.bytes_before(allocator.device), allocator)
         for event in events:
