@@ -198,7 +198,7 @@ def hands(parts: Sequence[Sequence[int]]) -> None:
     """Draw the samples that a sampler assigned to each rank, with repeated ones highlighted.
 
     ``parts`` has one list of sample indices per rank. A sample counts as repeated if it also
-    appears further left, or higher in the same column.
+    appears farther left, or higher in the same column.
     """
     longest = max((len(part) for part in parts), default=0)
     fig, axes = figure(width=1.6 + 0.8 * longest, height=0.9 + 0.5 * len(parts))

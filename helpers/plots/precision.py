@@ -71,7 +71,7 @@ def number_lines(numbers: Mapping[str, torch.Tensor], most: float) -> None:
         xlim=(-0.02 * most, 1.02 * most),
         xlabel="each mark is a value that the format can represent",
     )
-    title(axes, "Dense near zero, sparse further out", f"every value from 0 to {most:g}")
+    title(axes, "Dense near zero, sparse farther out", f"every value from 0 to {most:g}")
     held = ", ".join(f"{name} {int((v <= most).sum())}" for name, v in numbers.items())
     show(fig, f"Marks on number lines from 0 to {most:g}, denser toward 0. Values above 0: {held}.")
 

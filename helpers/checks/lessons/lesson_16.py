@@ -235,7 +235,7 @@ def one_page(answer: Callable[[list[Row]], list[Row]]) -> dict[str, Any]:
                     expected="new events",
                     hint="Copy each event before you change it: {**event, ...}.",
                 )
-            # There may be further ones: a process_name for the string pid.
+            # There may be more: a process_name for the string pid.
             if len(rows) < sum(len(trace["traceEvents"]) for trace in traces) or None in names:
                 raise Wrong(
                     yours=f"{len(rows)} events",
