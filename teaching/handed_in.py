@@ -114,10 +114,10 @@ def _place(cells: list[dict], lesson: Path, tag: str) -> int | None:
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    """Escape everything in a text that's neither printable nor in ``kept``.
+    """Escape all characters that are neither printable nor in ``kept``.
 
     This includes control characters, lone surrogates, and bytes of a file name that aren't UTF-8.
-    Any terminal and file can take the result.
+    The result is safe for any terminal or file.
     """
     return "".join(c if c.isprintable() or c in kept else _spelled_out(c) for c in text)
 

@@ -1,11 +1,11 @@
 """``vgpu.enable`` and ``vgpu.disable``, and the registration of the device type with torch.
 
 Each function in ``_PATCHES`` replaces names in torch; ``enable`` calls all of them, and ``disable``
-reverts what they did. Two changes can't be undone, because
-torch allows each only once per process: naming the device type, so ``torch.device("vgpu:0")`` stays
-valid, and making it the one that ``torch.accelerator`` reports. Tensors that are still on a virtual
-GPU keep working. ``torch.vgpu`` stays, too, and reports that no device is available, as
-``torch.cuda`` does on a machine without a GPU.
+reverts what they did. Two changes can't be undone, because torch allows each only once per process:
+naming the device type, so ``torch.device("vgpu:0")`` stays valid, and making it the one that
+``torch.accelerator`` reports. Tensors that are still on a virtual GPU keep working. ``torch.vgpu``
+stays, too, and reports that no device is available, as ``torch.cuda`` does on a machine without a
+GPU.
 """
 
 import contextlib

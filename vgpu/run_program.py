@@ -362,7 +362,7 @@ def load_ipython_extension(shell: Any) -> None:
     if not is_enabled():
         enable(int(os.environ.get("VGPU_COUNT", "2")))
     cuda_is_vgpu.install()
-    # An alias of torch, as in "import torch as th", is known in all later cells.
+    # An alias of torch, as in "import torch as th", is recognized in all later cells.
     replacer = cuda_is_vgpu.Replacer(cuda_is_vgpu.Replacements("<cell>"))
     shell.ast_transformers.append(replacer)
 

@@ -1,4 +1,4 @@
-"""The learner's progress: the exercises solved.
+"""The learner's progress: which exercises are solved.
 
 There's one small file per exercise, so two open notebooks can't overwrite each other's
 progress. All files stay on this computer, in the user's data folder or, if it's set, in

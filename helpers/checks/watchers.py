@@ -21,7 +21,7 @@ FEATURES, CLASSES = 6, 4
 
 
 class _Token:
-    """An object that lives as long as its autograd node, or as what a forward saved for backward."""
+    """An object that lives as long as its autograd node, or what a forward saved for backward."""
 
 
 class _Witness(torch.autograd.Function):
@@ -106,7 +106,7 @@ def count_sent(parallel: DistributedDataParallel) -> list[int]:
 
 
 def expect_one_micro_batch(largest: int, most: int, graphs_held: int) -> None:
-    """Raise Wrong if a forward had more samples than a micro-batch, or if graphs were kept alive."""
+    """Raise Wrong if a forward had more than a micro-batch's samples, or graphs were kept alive."""
     if largest > most:
         raise Wrong(
             yours=f"a forward on {largest} samples at once",

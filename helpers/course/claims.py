@@ -119,9 +119,9 @@ def counts(claims: Iterable[Claim]) -> Table:
 def listing(claims: Sequence[Claim]) -> Table:
     """Return a table of the claims, in which each id links to the cell that proves the claim."""
     rows = [(c.id, c.status, c.claim, c.holds, _place(c)) for c in claims]
-    header = ("claim", "verdict", "what is said", "what holds", "proved in")
+    header = ("claim", "verdict", "what people say", "what holds", "proved in")
     named = "1 claim" if len(claims) == 1 else f"{len(claims)} claims"
-    widths = {"what is said": "33%", "what holds": "35%", "proved in": "20%"}
+    widths = {"what people say": "33%", "what holds": "35%", "proved in": "20%"}
     return Table(header, rows, caption=named, links=_links(claims), widths=widths)
 
 
@@ -131,7 +131,7 @@ def answers(claims: Sequence[Claim]) -> Table:
     It has the same links as ``listing``.
     """
     rows = [(c.id, c.claim, c.holds, c.believed) for c in claims]
-    header = ("claim", "what is said", "what holds", "why people believe it")
+    header = ("claim", "what people say", "what holds", "why people believe it")
     widths = dict.fromkeys(header[1:], "31%")
     return Table(header, rows, links=_links(claims), widths=widths)
 

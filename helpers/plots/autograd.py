@@ -1,4 +1,4 @@
-"""Figures for autograd: correct and wrong gradients, memory kept by summed losses, a graph after a cut."""
+"""Figures for autograd: right and wrong gradients, memory kept by summed losses, a cut graph."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,7 +40,7 @@ def gradients(
 
 
 def kept_per_step(runs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-    """Plot the bytes and graph nodes still alive after each step, a line for each way to sum losses.
+    """Plot the bytes and graph nodes alive after each step, a line for each way to sum losses.
 
     ``runs`` maps a name to one ``(bytes, nodes)`` pair per step.
     """
@@ -166,7 +166,7 @@ def _places(graph: Graph) -> list[tuple[float, float]]:
 
 
 def _bend(is_double: bool, start: tuple[float, float], end: tuple[float, float]) -> float:
-    """How far an arrow bends: around the nodes between its ends, and away from a duplicate of it."""
+    """How far an arrow bends: around nodes between its ends, and away from a duplicate arrow."""
     if start[1] - end[1] > 1:
         return 0.22 if end[0] < start[0] else -0.22
     return 0.5 if is_double else 0.0

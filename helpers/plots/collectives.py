@@ -1,4 +1,4 @@
-"""Figures for collectives and DDP: data before and after, a ring step by step, samplers, bytes sent.
+"""Figures for collectives and DDP: data before and after, a ring's steps, samplers, bytes sent.
 
 In the lesson, rank r starts with small numbers times 10**r, so a value shows which ranks
 contributed to it: 110 is a sum over ranks 1 and 2. A cell's value determines its colors.
@@ -32,9 +32,10 @@ def before_and_after(
 ) -> None:
     """Draw what each rank holds before, and then after each collective: a row of cells per rank.
 
-    ``held`` maps a collective's name to a ``(before, after)`` pair of tensors per rank, whose values
-    are encoded as described above; ``after`` is None on a rank that receives nothing. All collectives
-    start with the same tensors. ``undefined`` names the ranks whose results are undefined; they're faded.
+    ``held`` maps a collective's name to a ``(before, after)`` pair of tensors per rank, whose
+    values are encoded as described above; ``after`` is None on a rank that receives nothing. All
+    collectives start with the same tensors. ``undefined`` names the ranks whose results are
+    undefined; they're faded.
     """
     starts = [before for before, _ in next(iter(held.values()))]
     blocks = {name: [after for _, after in runs] for name, runs in held.items()}
@@ -85,7 +86,7 @@ def before_and_after(
 
 
 def busiest_rank(counted: dict[str, dict[int, float]]) -> None:
-    """Plot the bytes sent by the busiest rank, as a multiple of the tensor's size, by number of ranks.
+    """Plot the busiest rank's bytes sent, as a multiple of the tensor's size, by number of ranks.
 
     ``counted`` maps an algorithm's name to {number of ranks: multiple}.
     """
@@ -176,14 +177,14 @@ def _row(
                 fontsize=9,
                 color="#777777" if faded else "black",
                 bbox=_PLATE if len(ranks_held) > 1 and not faded else None,
-                in_layout=False,  # it's inside its cell, and measuring each text would take most of the time
+                in_layout=False,  # inside its cell; measuring each text would take most of the time
             )
     alpha = 0.25 if faded else 1
     axes.add_collection(PolyCollection(bands, facecolor=colors, edgecolor="none", alpha=alpha))
 
 
 def _arrows(axes: Axes, sent: Sequence[int], ranks: int) -> None:
-    """Draw arrows down from each rank to the next; the last rank's wraps from the bottom to the top."""
+    """Draw arrows down from each rank to the next; the last rank's wraps around to the top."""
     if not sent:
         return
     columns = [chunk + 0.75 for chunk in (*sent, sent[-1])]
@@ -196,8 +197,8 @@ def _arrows(axes: Axes, sent: Sequence[int], ranks: int) -> None:
 def hands(parts: Sequence[Sequence[int]]) -> None:
     """Draw the samples that a sampler assigned to each rank, with repeated ones highlighted.
 
-    ``parts`` has one list of sample indices per rank. A sample counts as repeated if it also appears
-    further left, or higher in the same column.
+    ``parts`` has one list of sample indices per rank. A sample counts as repeated if it also
+    appears farther left, or higher in the same column.
     """
     longest = max((len(part) for part in parts), default=0)
     fig, axes = figure(width=1.6 + 0.8 * longest, height=0.9 + 0.5 * len(parts))
@@ -222,7 +223,7 @@ def hands(parts: Sequence[Sequence[int]]) -> None:
 
 
 def halves(sent: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
-    """Draw which halves of an all-reduce each method sends in each phase of a step: a row per method."""
+    """Draw, in a row per method, which halves of an all-reduce it sends in each phase of a step."""
     colors = {"reduce-scatter": COLORS["vermilion"], "all-gather": COLORS["sky"]}
     phases = list(next(iter(sent.values())))
     columns = {phase: max(1, *(len(way[phase]) for way in sent.values())) for phase in phases}
@@ -257,7 +258,7 @@ def halves(sent: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
 
 
 def bytes_sent(runs: dict[str, Sequence[int]]) -> None:
-    """Plot the bytes that a rank has passed to all-reduce after each micro-batch, one line per run."""
+    """Plot the bytes a rank has passed to all-reduce after each micro-batch, one line per run."""
     fig, axes = figure(height=2.8)
     markers = "osD^"
     for index, (name, counts) in enumerate(runs.items()):

@@ -1,4 +1,4 @@
-"""Figures for DataParallel: shares of a batch, the parts of a call, bytes per GPU, times against DDP's."""
+"""Figures for DataParallel: batch shares, parts of a call, bytes per GPU, times against DDP's."""
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby, product
@@ -50,7 +50,7 @@ def shares(runs: dict[int, list[tuple[torch.device, int]]]) -> None:
 
 
 def where_layers_run(ways: Mapping[str, Collection[tuple[str, str, int]]]) -> None:
-    """Draw how many samples each layer sees: a panel per strategy, a row per layer, a column per GPU.
+    """Draw the samples each layer sees: a panel per strategy, a row per layer, a column per GPU.
 
     ``ways`` maps a strategy's name to the (GPU, layer, samples) tuples recorded by hooks.
     """
@@ -88,7 +88,7 @@ def share_bars(sizes: Sequence[int]) -> None:
 
 
 def idle_gpus(idle: Mapping[int, int], gpu_count: int) -> None:
-    """Plot how many of ``gpu_count`` GPUs are idle, by batch size; the last batch with any is marked."""
+    """Plot the idle GPUs, of ``gpu_count``, by batch size; mark the last size with idle ones."""
     fig, axes = figure(width=8, height=2.6)
     axes.bar(list(idle), list(idle.values()), 0.8, color=COLORS["orange"])
     last = max((size for size, count in idle.items() if count), default=None)
@@ -161,10 +161,10 @@ def _stack_shares(axes: Axes, x: float, sizes: Sequence[int], idle: int) -> None
 
 
 def split_grid(chunks: Sequence[torch.Tensor], apart: torch.Tensor, dim: int, heading: str) -> None:
-    """Draw a batch of sequences as a grid, a row per sequence, colored by the GPU that got each cell.
+    """Draw a batch as a grid, a row per sequence, colored by the GPU that got each cell.
 
-    ``chunks`` are the inputs (T, B, ...) as scattered along ``dim``, one per GPU. ``apart`` (T, B) is
-    written in the cells: how far the output is from a single GPU's.
+    ``chunks`` are the inputs (T, B, ...) as scattered along ``dim``, one per GPU. ``apart`` (T, B)
+    is written in the cells: how far the output is from a single GPU's.
     """
     steps, sequences = apart.shape
     owners = [chunk.device for chunk in chunks for _ in range(chunk.shape[dim])]
@@ -210,8 +210,9 @@ def four_parts(
 ) -> None:
     """Draw a call to DataParallel as boxes with sizes: a row per GPU, with time going to the right.
 
-    ``chunks`` and ``outputs`` have one tensor per GPU, in order; ``weights`` has each replica's number of
-    parameters, and ``output`` is what was gathered on the first GPU. ``backward`` adds the gradients.
+    ``chunks`` and ``outputs`` have one tensor per GPU, in order; ``weights`` has each replica's
+    number of parameters, and ``output`` is what was gathered on the first GPU. ``backward`` adds
+    the gradients.
     """
     gpus = [chunk.device for chunk in chunks]
     columns = _COLUMNS if backward else _COLUMNS[:-1]
@@ -300,7 +301,7 @@ def _arrow(
 
 
 def iteration(steps: Sequence[Snapshot], at_the_peak: Mapping[str, int]) -> None:
-    """Plot MiB by cause: a panel per GPU, a stacked bar for the state after each step, peaks marked.
+    """Plot MiB by cause: a panel per GPU, a stacked bar after each step, and marks at the peaks.
 
     ``at_the_peak`` maps the largest tensors at the first GPU's highest peak to their bytes;
     they are drawn beside its panel, on the same scale, above the rest of that peak.
@@ -404,7 +405,7 @@ def one_step(step: Snapshot, most_bytes: int) -> None:
 def peaks_before_and_after(
     gpus: Sequence[torch.device], outside: Sequence[int], inside: Sequence[int]
 ) -> None:
-    """Plot each GPU's peak bytes with the loss outside the model and with the loss in its forward."""
+    """Plot each GPU's peak bytes with the loss outside the model, and with it in forward."""
     fig, axes = figure(width=7, height=3)
     for index, gpu in enumerate(gpus):
         color = COLORS["vermilion"] if index == 0 else COLORS["blue"]
@@ -437,7 +438,10 @@ def _two_lines(step: str) -> str:
 def data_parallel_against_ddp(
     times_s: Mapping[int, tuple[float, float]], gpu: str, batch_size: int
 ) -> None:
-    """Plot iteration time and speedup by number of GPUs; ``times_s`` has (DataParallel's, DDP's) seconds."""
+    """Plot iteration time and speedup by number of GPUs.
+
+    ``times_s`` maps a number of GPUs to (DataParallel's, DDP's) seconds.
+    """
     counts = sorted(times_s)
     fig, (left, right) = figure(1, 2, width=9, height=3.2)
     for way, (name, marker, color) in enumerate(

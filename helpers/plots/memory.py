@@ -1,4 +1,4 @@
-"""Figures for memory: bytes by cause over a step, at its peak, per GPU, and peaks by k or segments."""
+"""Figures for memory: bytes by cause over a step, at its peak, per GPU; peaks by k or segments."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -95,7 +95,7 @@ def peaks_by_cause(records: Mapping[str, StepRecord]) -> None:
 
 
 def against_k(peaks: Mapping[int, int], times_s: Mapping[int, float], gpu: str) -> None:
-    """Plot a step's peak bytes and relative time (shortest: 1) by k, the number of micro-batches."""
+    """Plot a step's peak and relative time (shortest: 1) by k, the number of micro-batches."""
     fig, (left, right) = figure(1, 2, width=8, height=3)
     left.plot(list(peaks), [size / MIB for size in peaks.values()], "o-", color=COLORS["blue"])
     left.set(ylabel="peak of one step, MiB", ylim=(0, None))
@@ -222,7 +222,7 @@ def _areas(axes: Any, sizes: Mapping[str, Sequence[float]], colors: Sequence[str
 
 
 def _phases(axes: Any, record: StepRecord) -> None:
-    """Draw a thin line where each phase starts, and the phase's name at the top, if there's room."""
+    """Draw a thin line where each phase starts, and its name at the top, if there's room."""
     phases = [moment.phase for moment in record.moments]
     starts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(phases)) if a != b), len(phases)]
     for start, end in pairwise(starts):
@@ -260,7 +260,7 @@ def held_by_cause(
     unit: str = "GB",
     marks: Mapping[str, float] | None = None,
 ) -> None:
-    """Plot the bytes on one GPU by cause: a stacked bar for each entry, and the capacity as a dashed line.
+    """Plot the bytes on one GPU by cause: a stacked bar per entry, the capacity as a dashed line.
 
     ``unit`` is GB, GiB or MiB. ``marks`` maps one or two labels to their bytes, in ascending order;
     they point at places above the bars.

@@ -20,11 +20,11 @@ _MOST_LABELS = 32  # with more, drawing the cells' numbers would take most of th
 
 
 def mesh(groups: Mapping[str, Groups], gpus_per_host: int) -> None:
-    """Draw each dimension's groups on a grid with a row per host and a cell per GPU, showing its rank.
+    """Draw each dimension's groups on a grid: a row per host, and a cell per GPU with its rank.
 
-    ``groups`` has lists of ranks for each dimension. With up to eight groups, each has its own color;
-    with more, only the first group, rank 0's, is colored. With more than 32 GPUs, only that group's
-    cells are numbered.
+    ``groups`` has lists of ranks for each dimension. With up to eight groups, each has its own
+    color; with more, only the first group, rank 0's, is colored. With more than 32 GPUs, only that
+    group's cells are numbered.
     """
     hosts = 1 + max(max(group) for group in next(iter(groups.values()))) // gpus_per_host
     columns = min(len(groups), 4)
@@ -75,10 +75,10 @@ def _draw_groups(axes: Axes, groups: Groups, gpus_per_host: int) -> None:
 
 
 def ring_work(work: Mapping[str, Sequence[Sequence[float]]], unit: str) -> None:
-    """Draw how much each rank computes in each step of a ring, a panel for each way to split a sequence.
+    """Draw each rank's work in each step of a ring, a panel for each way to split a sequence.
 
-    For each way, ``work`` has ``[rank][step]`` in ``unit``. Below each step is the maximum over the ranks,
-    because all other ranks wait for the slowest one.
+    For each way, ``work`` has ``[rank][step]`` in ``unit``. Below each step is the maximum over the
+    ranks, because all other ranks wait for the slowest one.
     """
     fig, panels = figure(1, len(work), width=1.2 + 3.2 * len(work), height=3.1, squeeze=False)
     most = max(max(row) for rows in work.values() for row in rows)

@@ -1,4 +1,4 @@
-"""Figures for precision: the values of a format, errors of sums and casts, losses, scaled values."""
+"""Figures for precision: a format's values, errors of sums and casts, losses, scaled values."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ _ORDER = [COLORS[n] for n in ("black", "gray", "blue", "orange", "green", "vermi
 def formats(
     counts: Mapping[str, Mapping[int, int]], calculated: Mapping[str, int] | None = None
 ) -> None:
-    """Plot how many values each format has per power of two: range on the x axis, precision on the y axis.
+    """Plot how many values each format has per power of two: x shows range, y shows precision.
 
     ``counts`` maps a format to {exponent e: number of its values from 2^e up to 2^(e + 1)};
     ``calculated`` maps formats with float32's exponents to their number of fraction bits.
@@ -71,13 +71,13 @@ def number_lines(numbers: Mapping[str, torch.Tensor], most: float) -> None:
         xlim=(-0.02 * most, 1.02 * most),
         xlabel="each mark is a value that the format can represent",
     )
-    title(axes, "Dense near zero, sparse further out", f"every value from 0 to {most:g}")
+    title(axes, "Dense near zero, sparse farther out", f"every value from 0 to {most:g}")
     held = ", ".join(f"{name} {int((v <= most).sum())}" for name, v in numbers.items())
     show(fig, f"Marks on number lines from 0 to {most:g}, denser toward 0. Values above 0: {held}.")
 
 
 def errors_by_ranks(errors: Mapping[str, Mapping[int, float]]) -> None:
-    """Plot the relative error of a reduction by number of ranks, a line for each algorithm and dtype.
+    """Plot a reduction's relative error by number of ranks, a line for each algorithm and dtype.
 
     ``errors`` maps a line's name to {ranks: error}.
     """
@@ -127,7 +127,7 @@ def losses(
 def scaled_numbers(
     scaled: Mapping[str, torch.Tensor], dtype: torch.dtype, message: str, how: str
 ) -> None:
-    """Plot a histogram of each tensor's nonzero values in the range of ``dtype``, on a logarithmic axis.
+    """Plot a histogram of each tensor's nonzero values in the range of ``dtype``, on a log axis.
 
     ``scaled`` maps a name, shown next to the histogram, to the values that are cast to ``dtype``.
     """
@@ -165,7 +165,7 @@ def scaled_numbers(
 
 
 def errors_by_outlier(errors: Mapping[str, Mapping[int, float]], message: str, how: str) -> None:
-    """Plot the other values' error by an outlier's size, on logarithmic axes, a line for each way to cast.
+    """Plot the other values' error by an outlier's size, on log axes, a line for each way to cast.
 
     ``errors`` maps a way to cast to {factor: relative error}.
     """

@@ -73,7 +73,7 @@ def schedule(
 
 
 def schedules(simulations: Mapping[str, SimulatedSchedule]) -> None:
-    """Draw multiple schedules, one below the other, on one time scale, with their names as titles."""
+    """Draw multiple schedules, one below the other, on one time scale, titled with their names."""
     rows = [simulated.schedule.devices for simulated in simulations.values()]
     fig, axes = figure(
         len(simulations),
@@ -111,7 +111,7 @@ def _color(kind: str, chunk: int) -> tuple[float, float, float]:
 
 
 def _ink(color: tuple[float, float, float]) -> str:
-    """Return black or white, whichever is easier to read on ``color`` (WCAG 2, relative luminance)."""
+    """Return black or white, whichever reads better on ``color`` (WCAG 2, relative luminance)."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "black" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "white"

@@ -132,8 +132,8 @@ def forwards(
 ) -> None:
     """Plot a forward pass's time by its number of tokens, with the two lines of a roofline.
 
-    ``times_s`` and ``arithmetic_s`` map tokens to seconds; ``memory_s`` is the time to read all weights.
-    ``what`` names the model and its GPUs.
+    ``times_s`` and ``arithmetic_s`` map tokens to seconds; ``memory_s`` is the time to read all
+    weights. ``what`` names the model and its GPUs.
     """
     fig, axes = figure(width=7.5, height=3.6)
     tokens = list(times_s)
@@ -167,7 +167,7 @@ def forwards(
     show(
         fig,
         "Time of a forward pass by its number of tokens, on logarithmic axes: flat at the time it "
-        f"takes to read the weights, then rising with the arithmetic. The two take as long at "
+        f"takes to read the weights, then rising with the arithmetic. The two take equally long at "
         f"{crossing:.0f} tokens. {first} token: "
         f"{format_seconds(times_s[first])}; {last} tokens: {format_seconds(times_s[last])}.",
     )
@@ -182,9 +182,10 @@ def latency_and_throughput(
 ) -> None:
     """Plot the tokens/s of all users against the time per token for each user.
 
-    ``curves`` maps a name to (batch size, seconds per token, tokens/s) points, up to the largest batch
-    that fits, which is labeled. ``bends`` are batch sizes with what takes as long there as reading the
-    weights, one for each curve, that get a bar across it. Points with ``marked`` sequences are circled.
+    ``curves`` maps a name to (batch size, seconds per token, tokens/s) points, up to the largest
+    batch that fits, which is labeled. ``bends`` has one pair per curve: the batch size to mark with
+    a bar, and what takes as long there as reading the weights. Points with ``marked`` sequences are
+    circled.
     """
     fig, axes = figure(width=7.5, height=3.8)
     for (name, points), color in zip(curves.items(), SERIES, strict=False):
@@ -235,11 +236,11 @@ def latency_and_throughput(
 
 
 def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]], where: str) -> None:
-    """Plot time to first token and longest gap by requests per second, a line for each way to serve.
+    """Plot time to first token and longest gap by requests/s, a line for each way to serve.
 
-    ``results`` maps a name to {rate: (seconds to the first token, longest gap between tokens in seconds,
-    tokens/s)}; the times are 95th percentiles over the users. The tokens/s aren't drawn. ``where`` names
-    the GPUs that each way has.
+    ``results`` maps a name to {rate: (seconds to the first token, longest gap between tokens in
+    seconds, tokens/s)}; the times are 95th percentiles over the users. The tokens/s aren't drawn.
+    ``where`` names the GPUs that each way has.
     """
     fig, panels = figure(1, 2, width=9.4, height=3.4)
     fig.set_layout_engine(

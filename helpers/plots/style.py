@@ -1,4 +1,4 @@
-"""The style of all figures: one palette, units on the axes, readable on light and dark backgrounds."""
+"""The style of all figures: one palette, units on the axes, readable in light and dark themes."""
 
 import base64
 import html
@@ -96,8 +96,8 @@ def stacked_bars(
 ) -> list[float]:
     """Draw a stacked bar at each of ``places``, with the parts in ``sizes``.
 
-    ``sizes`` maps a part to its size at each place; ``across`` draws horizontal bars. Returns the bars'
-    ends.
+    ``sizes`` maps a part to its size at each place; ``across`` draws horizontal bars. Returns the
+    bars' ends.
     """
     ends = [0.0] * len(places)
     draw: Any = axes.barh if across else axes.bar
@@ -146,8 +146,8 @@ def arrow(
 def show(fig: Figure, alt: str) -> None:
     """Show a finished figure with its alternative text, and close it.
 
-    ``alt`` tells a reader who can't see the figure what they should know, in one to three sentences: its
-    kind, what it shows, and the numbers that matter.
+    ``alt`` tells a reader who can't see the figure what they should know, in one to three
+    sentences: its kind, what it shows, and the numbers that matter.
     """
     wrong = f"alternative text must say what the figure shows, in a sentence; got {alt!r}"
     assert len(alt.split()) >= 5, wrong
@@ -158,8 +158,8 @@ def show(fig: Figure, alt: str) -> None:
 class _Picture:
     """A figure for notebooks, websites and screen readers.
 
-    Neither JupyterLab nor nbconvert adds alternative text to a bare PNG, so the preferred format is HTML; PDF
-    exports use the PNG, and a terminal prints the text.
+    Neither JupyterLab nor nbconvert adds alternative text to a bare PNG, so the preferred format is
+    HTML; PDF exports use the PNG, and a terminal prints the text.
     """
 
     def __init__(self, fig: Figure, alt: str) -> None:

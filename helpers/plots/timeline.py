@@ -26,7 +26,8 @@ _OF_KIND = {
 _HATCHED = "collective, waiting"
 # Two bars separated by less than this fraction of the axis are drawn as one.
 _INVISIBLE = 1 / 2000
-# A bar narrower than this fraction of the axis is a hairline, and a lane with only hairlines looks empty.
+# A bar narrower than this fraction of the axis is a hairline; a lane with only hairlines looks
+# empty.
 _HAIRLINE = 1 / 500
 # An operation of the host that takes at least this fraction of a recording is long.
 _LONG = 1 / 20
@@ -49,12 +50,13 @@ def timeline(
 ) -> None:
     """Draw a recording, one lane for each stream of each GPU, with ``message`` as the title.
 
-    With ``as_in_trace``, a collective starts when its own rank arrives and is hatched until the last rank
-    has arrived. ``until_s`` is the end of the axis; set it to draw multiple recordings on one scale.
-    ``devices`` are the GPUs to draw, by default all of them. ``lane_names`` are the lanes' names, from top
-    to bottom. ``notes`` are texts to write in a lane, each between two times in seconds. ``ddp`` says that
-    it's an iteration of DDP, whose copies out of the buckets are drawn as other kernels. Non-default
-    streams whose bars would all be hairlines are left out, and the line below the title says how many.
+    With ``as_in_trace``, a collective starts when its own rank arrives and is hatched until the
+    last rank has arrived. ``until_s`` is the end of the axis; set it to draw multiple recordings on
+    one scale. ``devices`` are the GPUs to draw, by default all of them. ``lane_names`` are the
+    lanes' names, from top to bottom. ``notes`` are texts to write in a lane, each between two times
+    in seconds. ``ddp`` says that it's an iteration of DDP, whose copies out of the buckets are
+    drawn as other kernels. Non-default streams whose bars would all be hairlines are left out, and
+    the line below the title says how many.
     """
     end_s = until_s or record.makespan_s or 1.0
     every = lanes_of(record, devices=devices)
@@ -126,7 +128,7 @@ def _without_copies_out(
 
 
 def _with_waiting(events: Sequence[TraceEvent]) -> list[TraceEvent]:
-    """Return the events, plus a waiting event before each collective whose rank waits for others."""
+    """Return the events, plus a waiting event before each collective that waits for other ranks."""
     waiting = [
         event._replace(kind=_HATCHED, start_s=event.ready_s, end_s=event.start_s)
         for event in events
@@ -215,9 +217,10 @@ def spans(lanes: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], messag
 
 
 def launches(traces: Mapping[str, Sequence[Mapping[str, Any]]], count: int) -> None:
-    """Draw each trace's first ``count`` kernels and their launches, with arrows from launch to kernel.
+    """Draw each trace's first ``count`` kernels and their launches, with arrows between them.
 
-    ``traces`` maps a name to a trace's events, as in ``traceEvents``. Each trace has its own time axis.
+    ``traces`` maps a name to a trace's events, as in ``traceEvents``. Each trace has its own time
+    axis.
     """
     fig, panels = figure(len(traces), width=8.5, height=1.9 * len(traces), squeeze=False)
     summary = []
@@ -262,9 +265,9 @@ def timelines(
 ) -> None:
     """Draw multiple recordings, one below the other, on one time scale, with their names as titles.
 
-    They share one legend. ``lane_names`` are the names of each recording's lanes, from top to bottom;
-    a recording may have fewer lanes. In the recordings named in ``numbered``, each piece of the batch
-    gets its number.
+    They share one legend. ``lane_names`` are the names of each recording's lanes, from top to
+    bottom; a recording may have fewer lanes. In the recordings named in ``numbered``, each piece of
+    the batch gets its number.
     """
     end_s = max(record.makespan_s for record in records.values())
     every = {
@@ -437,7 +440,7 @@ def lanes_of(
 def visible(
     lanes: Mapping[str, list[TraceEvent]], end_s: float
 ) -> tuple[dict[str, list[TraceEvent]], int]:
-    """Return the lanes without non-default streams that would look empty, and how many were left out."""
+    """Return the lanes minus non-default streams that would look empty, and how many those are."""
     seen = {
         name: events
         for name, events in lanes.items()
@@ -451,7 +454,7 @@ def visible(
 
 
 def _name_of(record: Timeline, device: torch.device) -> str:
-    """Return a GPU's name, or, for joined ranks of a cluster, the rank: GPUs are numbered per host."""
+    """Return a GPU's name or, for a cluster's joined ranks, the rank: GPU numbers are per host."""
     ranks = record.ranks
     if len(ranks) == 1 or ranks == list(range(len(ranks))):
         return str(device)
@@ -483,7 +486,7 @@ def _link_of(events: Sequence[TraceEvent]) -> str:
 
 
 def kind_of(event: TraceEvent) -> str:
-    """Return the kind of an event, shown by its color: forward (of a module), backward, copy and so on."""
+    """Return an event's kind, shown by its color: forward (of a module), backward, copy etc."""
     if event.kind != "kernel":
         return event.kind
     if event.stream and "copy" in event.name:
@@ -494,7 +497,7 @@ def kind_of(event: TraceEvent) -> str:
 
 
 def stretches(events: list[TraceEvent], gap_s: float) -> list[tuple[str, float, float]]:
-    """Merge events of one kind that are less than ``gap_s`` seconds apart, as (kind, start, end) tuples.
+    """Merge events of one kind less than ``gap_s`` seconds apart, as (kind, start, end) tuples.
 
     Thousands of kernels become a few bars, which keeps drawing fast and files small. A collective
     right after another gets its own bar if it takes at least 10 times ``gap_s``, to show how many

@@ -24,8 +24,8 @@ def split_sizes(
 ) -> None:
     """Plot the time by split size: a predicted curve, and the published points.
 
-    The largest size in ``predicted_s`` is the full batch. ``one_gpu_s`` is the published time on one
-    GPU, drawn as a horizontal line.
+    The largest size in ``predicted_s`` is the full batch. ``one_gpu_s`` is the published time on
+    one GPU, drawn as a horizontal line.
     """
     sizes = sorted(predicted_s)
     fig, axes = figure(width=8, height=3.6)
@@ -55,7 +55,7 @@ def split_sizes(
 
 
 def parts_of_time(timelines: Mapping[int, Timeline]) -> None:
-    """Plot how long each GPU computes, copies and idles in one batch: a panel per GPU, a bar per size."""
+    """Plot each GPU's computing, copying and idle time in a batch: a panel each, a bar per size."""
     sizes = sorted(timelines)
     devices = timelines[sizes[0]].devices
     fig, panels = figure(1, len(devices), width=9, height=3.4, sharey=True)
@@ -208,10 +208,11 @@ def speedups(times_s: Mapping[str, Mapping[int, float]], gpu: str) -> None:
 
 
 def tokens_that_hide(enough: Mapping[str, float], per_token_s: float) -> None:
-    """Plot a layer's arithmetic and its communication by tokens per GPU, with a ring where they cross.
+    """Plot a layer's arithmetic and communication by tokens per GPU, with a ring where they cross.
 
-    ``enough`` maps each of four links to the tokens at which both take the same time; ``per_token_s`` is the
-    arithmetic's time for each token. A dotted line marks one sequence of 8192.
+    ``enough`` maps each of four links to the tokens at which both take the same time;
+    ``per_token_s`` is the arithmetic's time for each token. A dotted line marks one sequence of
+    8192.
     """
     fig, axes = figure(width=8, height=3.8)
     low, high = min(enough.values()) / 3, max(enough.values()) * 3
@@ -286,8 +287,8 @@ def goodput(
 ) -> None:
     """Plot goodput by checkpoint interval, a line for each number of GPUs.
 
-    ``shares`` maps a number of GPUs to {interval in seconds: (by formula, simulated)}, and ``best_s`` maps
-    it to the best interval by the square-root rule.
+    ``shares`` maps a number of GPUs to {interval in seconds: (by formula, simulated)}, and
+    ``best_s`` maps it to the best interval by the square-root rule.
     """
     fig, axes = figure(width=7.5, height=3.4)
     for (gpus, points), color in zip(shares.items(), SERIES, strict=False):

@@ -1,4 +1,4 @@
-"""Figures for training: the network, learning curves, digit images, resumed runs, and step times."""
+"""Figures for training: a network, learning curves, digit images, resumed runs, step times."""
 
 import math
 import statistics
@@ -16,7 +16,7 @@ _COLORS = {"Conv2d": "blue", "Linear": "vermilion", "MaxPool2d": "green"}
 
 
 def network(model: nn.Module, inputs: torch.Tensor) -> None:
-    """Draw the leaf modules in the order in which they run on ``inputs``, with shapes and parameters.
+    """Draw the leaf modules in the order they run on ``inputs``, with shapes and parameters.
 
     A bar's height is the number of elements in the layer's output for one sample, on a log scale.
     """
@@ -73,7 +73,8 @@ def _run(model: nn.Module, inputs: torch.Tensor) -> list[tuple[str, torch.Size, 
 def learning_curves(history: Sequence[Mapping[str, float]], device: object) -> None:
     """Plot the loss and accuracy over the epochs of one run, side by side.
 
-    ``history`` has one record per epoch, with "train_loss", "test_loss" (nats) and "test_accuracy" (0 to 1).
+    ``history`` has one record per epoch, with "train_loss", "test_loss" (nats) and "test_accuracy"
+    (0 to 1).
     """
     epochs = range(1, len(history) + 1)
     fig, (left, right) = figure(1, 2)
@@ -161,7 +162,7 @@ def resumed_curves(
 
 
 def first_to_differ(apart: Mapping[str, Sequence[float]], device: object) -> None:
-    """Draw a row of cells for each lost part: the distance of each loss after the stop, empty if zero.
+    """Draw a row of cells for each lost part: each loss's distance after the stop, empty if zero.
 
     ``apart`` maps a part to the distances in nats. Rows that differ sooner are higher.
     """
@@ -216,7 +217,7 @@ def learned(losses: torch.Tensor, vocabulary: int) -> None:
 
 
 def by_batch(learned: Mapping[tuple[str, int], Sequence[float]]) -> None:
-    """Plot the final loss by batch size, for each way to set the learning rate; epochs are the same.
+    """Plot the final loss by batch size, for each way to set the learning rate, at equal epochs.
 
     ``learned`` maps (way, batch size) to the losses with different seeds.
     """
@@ -246,7 +247,7 @@ def by_batch(learned: Mapping[tuple[str, int], Sequence[float]]) -> None:
 
 
 def repeated_times(times_s: Mapping[str, Sequence[float]]) -> None:
-    """Plot repeated times, a row per name: repeats as dots, the median as a square, quartiles as a bar.
+    """Plot repeated times, a row per name: repeats, their median (square) and quartiles (bar).
 
     ``times_s`` maps a name to the seconds of each repeat of one step, at least two.
     """

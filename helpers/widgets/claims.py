@@ -24,7 +24,7 @@ def show_claims(
 
 
 def claims_explorer(ledger: Sequence[Claim]) -> ipywidgets.Widget:
-    """Return a text field for words, dropdowns for verdict and lesson, and ``show_claims``'s output."""
+    """Return a text field, dropdowns for verdict and lesson, and ``show_claims``'s output."""
     verdicts, lessons = ({getattr(c, name) for c in ledger} for name in ("status", "lesson"))
     controls = {
         "words": ipywidgets.Text(description="words", placeholder="gradient sum"),

@@ -1,7 +1,8 @@
 """Explorer for layouts of Llama 70B on 64 H100s: bytes by cause, a timeline and tokens/s.
 
 PyTorch's own code runs one step of a model with only a few layers in that layout
-(``vgpu.plan.extrapolate``), which takes a few seconds. The recording is cached, and replayed for other networks.
+(``vgpu.plan.extrapolate``), which takes a few seconds. The recording is cached, and replayed for
+other networks.
 """
 
 from functools import cache
@@ -63,7 +64,7 @@ def answer_table(found: ExtrapolatedStep, network: str) -> Table:
 def show_layout(
     tp: int, dp_replicate: int, batch: int, recompute: str, network: str = NETWORKS[0]
 ) -> None:
-    """Draw bytes by cause and the step of four layers, or say why the layout is impossible."""
+    """Draw bytes by cause and a step with a few layers, or say why the layout is impossible."""
     try:
         found = answer(plan_of(tp, dp_replicate, batch, recompute))
     except ValueError as problem:

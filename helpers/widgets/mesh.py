@@ -69,7 +69,7 @@ def tokens_per_s(step: MeshStep, sequences: int) -> float:
 
 
 def answer_table(step: MeshStep, sequences: int) -> Table:
-    """Return a table of each dimension's group, link, bytes and time; the caption sums up the step."""
+    """Return a table of dimensions: group, link, bytes and time; the caption sums up the step."""
     rows: list[tuple[object, ...]] = []
     for each in step.traffic:
         talks = ", ".join(map(str, each.ranks[:4])) + (", …" if len(each.ranks) > 4 else "")

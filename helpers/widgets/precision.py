@@ -70,7 +70,7 @@ def show_answer(format_name: str, per: str, larger: str, times: float) -> None:
 
 
 def precision_explorer() -> ipywidgets.Widget:
-    """Return controls for format, scale, outliers and their factor, and ``show_answer``'s output."""
+    """Return controls for format, scale, outliers and factor, and ``show_answer``'s output."""
     controls = {
         "format_name": ipywidgets.Dropdown(options=list(FORMATS), description="format"),
         "per": ipywidgets.Dropdown(options=list(SCALES), description="a scale per"),

@@ -1,4 +1,4 @@
-"""Explorer for tensor parallelism: a split layer's virtual time, by number of GPUs, link and width."""
+"""Explorer for tensor parallelism: a split layer's virtual time by GPU count, link and width."""
 
 from collections.abc import Callable
 from functools import cache

@@ -29,7 +29,7 @@ def rounded(request_bytes: int) -> int:
     return -(-request_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
 
 
-several_streams = False  # set by ``set_stream``; until then, each block is on a default one
+several_streams = False  # set by ``set_stream``; until then, each block is on a default stream
 
 
 class Borrowed(Protocol):
@@ -389,7 +389,7 @@ class MemoryRecord:
         return sum(self._held.get(torch.device(device), {}).values())
 
     def peak_bytes(self, device: torch.device | str) -> int:
-        """Return the peak bytes allocated on ``device`` during the record, or 0 without events."""
+        """Return the peak bytes allocated on ``device`` in the record, or 0 if it has no events."""
         return max(self.allocated_bytes(device), default=0)
 
     def reserved(
@@ -417,7 +417,7 @@ class MemoryRecord:
         return allocator
 
     def replay(self, allocator: CachingAllocator) -> Iterator[MemoryEvent]:
-        """Replay the events of the allocator's device on it, and yield each event afterwards."""
+        """Apply the events on the allocator's device to it, and yield each one afterward."""
         events = self.events_on(allocator.device)
         _allocate_older(events, self.bytes_before(allocator.device), allocator)
         for event in events:

@@ -370,7 +370,7 @@ def _rounded_up(size_bytes: int, step_bytes: int) -> int:
     return -(-size_bytes // step_bytes) * step_bytes
 
 
-# What the allocator would reserve on a virtual GPU, computed when somebody asks
+# What the allocator would reserve on a virtual GPU, computed on demand
 #
 # ``Reserve`` is behind ``torch.vgpu.memory_reserved`` and similar functions. Simulating the
 # allocator takes longer than logging, so allocations are logged, in 8 bytes each, and the allocator

@@ -239,7 +239,7 @@ def current_stream_number(index: int) -> int:
 def stream_number_of_node(index: int) -> int:
     """Return the number of the stream that the engine makes current on a GPU for the running node.
 
-    That's the stream of the node's forward operation, or on other GPUs, the default stream. After
+    That's the stream of the node's forward operation or, on other GPUs, the default stream. After
     the last node, in the engine's callbacks, it's the stream of the caller of ``backward()``.
     """
     node = torch._C._current_autograd_node()

@@ -1,4 +1,4 @@
-"""What changes a tensor in place besides its values: its shape (``t_``, ``resize_``), or ``.data``.
+"""In-place changes other than to values: to a tensor's shape (``t_``, ``resize_``) or ``.data``.
 
 Other tensors may refer to the one that changes: views share its memory, and gradients belong to
 their tensors. Autograd and torch handle them in C++ for plain tensors; here, Python does it.
@@ -214,7 +214,7 @@ def data_across_devices(plain: Any) -> property:
 
 
 def has_compatible_type(plain: Callable[..., bool]) -> Callable[..., bool]:
-    """Wrap the check that ``input.data = from_`` works, which precedes moving parameters."""
+    """Wrap torch's check that ``input.data = from_`` works, made before it moves parameters."""
 
     # The parameters must have torch's names: torch.compile compares the signatures.
     def _has_compatible_shallow_copy_type(input: torch.Tensor, from_: torch.Tensor) -> bool:

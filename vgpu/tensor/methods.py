@@ -66,7 +66,7 @@ _new = naming_devices(torch.Tensor.new)
 
 
 class Host:
-    """The place of shapes on the host, instead of a GPU; their bytes aren't counted."""
+    """Stands in for a GPU for shapes on the host, whose bytes aren't counted."""
 
     index = -1
     device = cpp_device = torch.device("cpu")
@@ -392,7 +392,7 @@ def _of_fake_tensor(plain: Callable[..., Any]) -> Any:
 
 
 def _leaving_out(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function that adds the default device to skip calls with a virtual ``out=``.
+    """Wrap the function that adds the default device, to skip calls with a virtual ``out=``.
 
     C++ would compare the default device with the C++ device of ``out``.
     """

@@ -1,4 +1,4 @@
-"""torch's operators: composite ones, which call other operators, and a record for each of them.
+"""torch's operators: composite ones, which call others, and a record for every operator.
 
 Composite operators are decomposed by C++ or by the user's Python code. Each part goes through
 ``run``, since every part takes time, and intermediate tensors need memory. Operators that are

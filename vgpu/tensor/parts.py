@@ -104,8 +104,8 @@ def is_reduced(args: Args, kwargs: Kwargs) -> bool:
 def loss(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """Compute a loss for each element, and then the mean or sum (Loss.cpp).
 
-    ``mse_loss`` and ``smooth_l1_loss`` return a tensor for all elements that was resized to a
-    scalar and so keeps its storage (``TORCH_META_FUNC(mse_loss)``).
+    ``mse_loss`` and ``smooth_l1_loss`` allocate their result for all elements and resize it to a
+    scalar, so it keeps the larger storage (``TORCH_META_FUNC(mse_loss)``).
     """
     named = named_arguments(func, args, kwargs)
     reduction = named.get("reduction", _MEAN)

@@ -129,7 +129,7 @@ _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 _NO_MODE = nullcontext()
 
 
-# What a recording of virtual time is told
+# How a recording of virtual time is notified
 
 
 @dataclass(slots=True)

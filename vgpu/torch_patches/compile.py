@@ -8,9 +8,9 @@ call and its backward as compiled (vgpu/time/compiler_passes.py); neither happen
 during the call. A call with only CPU tensors is compiled as usual.
 
 Whether a call computes on virtual GPUs is determined from its arguments, from the module or object
-that the function is a method of, and from the variables that the function uses: their tensors, devices,
-modules, optimizers and other objects, a few levels deep. If no tensor or device is found, the
-original function runs.
+that the function is a method of, and from the variables that the function uses: their tensors,
+devices, modules, optimizers and other objects, a few levels deep. If no tensor or device is found,
+the original function runs.
 """
 
 import functools

@@ -44,7 +44,7 @@ def is_available() -> bool:
 def is_initialized() -> bool:
     """Return False until a device is chosen or used.
 
-    Before that, DeviceMesh makes LOCAL_RANK's device current.
+    While it's False, DeviceMesh makes LOCAL_RANK's device current.
     """
     return is_available() and gpus.in_use.has_begun
 
@@ -254,7 +254,7 @@ class Event(torch.Event):
             program.host_waits_for_event(self._recorded)
 
     def elapsed_time(self, end_event: "Event") -> float:  # type: ignore[override]
-        """Return the milliseconds between two events, in virtual time if recorded in it."""
+        """Return the milliseconds between two events: virtual time if they're from a recording."""
         if not (self._enable_timing and end_event._enable_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if not (self._is_recorded and end_event._is_recorded):

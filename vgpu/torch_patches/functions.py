@@ -1,9 +1,9 @@
 """Functions and classes in torch that C++ handles without an operator, so dispatch never sees them.
 
-Examples are ``torch.accelerator``, Generator, Stream and Event, and what ``nn.DataParallel`` calls. A function belongs here if it
-compares or names devices, or checks a tensor's class, before it calls an operator. Operators
-(``torch.ops.aten``) and tensor methods belong in ``vgpu/tensor``, and names in ``torch.vgpu``
-belong in ``device_module.py``.
+Examples are ``torch.accelerator``, Generator, Stream and Event, and what ``nn.DataParallel`` calls.
+A function belongs here if it compares or names devices, or checks a tensor's class, before it calls
+an operator. Operators (``torch.ops.aten``) and tensor methods belong in ``vgpu/tensor``, and names
+in ``torch.vgpu`` belong in ``device_module.py``.
 """
 
 import functools
@@ -269,9 +269,9 @@ def _grouping_by_name(plain: Callable[..., dict[Any, Any]]) -> Callable[..., dic
 # ``nn.DataParallel``: copies between GPUs, streams and threads
 #
 # ``scatter``, ``gather``, ``broadcast_coalesced`` and ``reduce_add`` replace the functions of the
-# same name in ``torch.nn.parallel.comm``, whose C++ code supports only CUDA; autograd's ``Scatter``,
-# ``Gather`` and ``Broadcast`` call them. In a recording of virtual time, a broadcast or reduce costs
-# the same as NCCL's, which torch uses on CUDA.
+# same name in ``torch.nn.parallel.comm``, whose C++ code supports only CUDA; autograd's
+# ``Scatter``, ``Gather`` and ``Broadcast`` call them. In a recording of virtual time, a broadcast
+# or reduce costs the same as NCCL's, which torch uses on CUDA.
 
 _plain_reduce_add = comm.reduce_add
 

@@ -22,7 +22,7 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
     for ranks in (2, 3):
         x, y = torch.randn(3, 6, 4), torch.randn(3, 6, 1)  # (steps, batch, features)
 
-        # Nested, so that it's pickled by value: the ranks needn't import the checks.
+        # Nested, so that it's pickled by value: ranks don't have to import the checks.
         def steps_of(
             rank: int, world_size: int, x: torch.Tensor, y: torch.Tensor, wrap: Any
         ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -114,7 +114,7 @@ def sum_or_average(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, 
         x, y = torch.randn(total, 3), torch.randn(total)
         weight = torch.randn(1, 3)
 
-        # Nested, so that it's pickled by value: the ranks needn't import the checks.
+        # Nested, so that it's pickled by value: ranks don't have to import the checks.
         def gradient(
             rank: int,
             world_size: int,

@@ -130,7 +130,7 @@ def _stage_times(layer_times: Sequence[float], counts: Sequence[int]) -> list[fl
 
 
 def _step(layer_times: Sequence[float], counts: Sequence[int]) -> float:
-    """Return how many units of time a 1F1B step takes; a layer's forward takes a third of its time."""
+    """Return a 1F1B step's time, in units; a layer's forward takes a third of the layer's time."""
     times = Times(1 / 3, 1 / 3, 1 / 3, by_stage=_stage_times(layer_times, counts))
     return simulate(one_forward_one_backward(len(counts), _PACE_MICRO_BATCHES), times).makespan
 

@@ -1,4 +1,4 @@
-"""Checks for lesson 11: a step's peak, accumulation across ranks, a budget, and a tower that fits."""
+"""Checks for lesson 11: a step's peak, accumulation across ranks, a budget, a tower that fits."""
 
 import random
 from collections.abc import Callable, Sequence

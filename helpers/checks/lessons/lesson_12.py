@@ -1,4 +1,4 @@
-"""Checks for lesson 12: the ZeRO-1 step, sharding a model, hiding a gather, a checkpoint, and units."""
+"""Checks for lesson 12: the ZeRO-1 step, sharding, hiding a gather, a checkpoint, units."""
 
 import gc
 import random

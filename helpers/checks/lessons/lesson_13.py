@@ -37,7 +37,7 @@ def linear_split_by_rows(answer: Callable[..., Any]) -> dict[str, Any]:
         x, weight = torch.randn(batch, inputs), torch.randn(outputs, inputs)
         bias, target = torch.randn(outputs), torch.randn(batch, outputs)
 
-        # Inside the check, so that it's pickled by value: the ranks needn't import the checks.
+        # Inside the check, so that it's pickled by value: ranks don't have to import the checks.
         def split(
             rank: int, world_size: int, answer: Any, *tensors: torch.Tensor
         ) -> tuple[list[Any], list[Any], list[Any]]:
@@ -334,7 +334,7 @@ def split_cross_entropy(answer: Callable[..., Any]) -> dict[str, Any]:
         targets[:ranks] = torch.arange(ranks) * (words // ranks)  # each rank's first and last index
         targets[ranks : 2 * ranks] = targets[:ranks] + words // ranks - 1
 
-        # Inside the check, so that it's pickled by value: the ranks needn't import the checks.
+        # Inside the check, so that it's pickled by value: ranks don't have to import the checks.
         def split(
             rank: int, world_size: int, answer: Any, logits: torch.Tensor, targets: torch.Tensor
         ) -> Any:

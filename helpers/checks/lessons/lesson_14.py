@@ -1,4 +1,4 @@
-"""Checks for lesson 14: a mesh's groups and names, running softmax, a balanced ring, an expert's capacity."""
+"""Checks for lesson 14: mesh groups and names, running softmax, balanced ring, expert capacity."""
 
 import math
 import random

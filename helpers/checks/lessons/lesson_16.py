@@ -1,4 +1,4 @@
-"""Checks for lesson 16: delays of kernels, six faults, all ranks on one page, a peak's owners."""
+"""Checks for lesson 16: launch delays, six faults, all ranks on one page, a peak's owners."""
 
 import copy
 import random
@@ -26,7 +26,7 @@ def launch_delays(answer: Callable[[list[Row]], list[float]]) -> dict[str, Any]:
 
 
 def _launches(count: int) -> tuple[list[Row], list[float]]:
-    """Rows in random order, with kernels on two streams, a copy, and a call that launches nothing."""
+    """Rows in random order: kernels on two streams, a copy, and a call that launches nothing."""
     rows: list[Row] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "python"}}]
     numbers = random.sample(range(100, 999), count + 1)
     at, kernels = float(random.randint(0, 50)), []
@@ -235,7 +235,7 @@ def one_page(answer: Callable[[list[Row]], list[Row]]) -> dict[str, Any]:
                     expected="new events",
                     hint="Copy each event before you change it: {**event, ...}.",
                 )
-            # There may be further ones: a process_name for the string pid.
+            # There may be more: a process_name for the string pid.
             if len(rows) < sum(len(trace["traceEvents"]) for trace in traces) or None in names:
                 raise Wrong(
                     yours=f"{len(rows)} events",
@@ -250,7 +250,7 @@ def one_page(answer: Callable[[list[Row]], list[Row]]) -> dict[str, Any]:
 
 
 def _trace() -> Row:
-    """One rank's trace, with the process ids and arrow ids that all ranks use, and one of Kineto's tracks."""
+    """One rank's trace, with pids and arrow ids that all ranks use, and one of Kineto's tracks."""
     base = 1_700_000_000_000_000_000 + random.randint(0, 10**6) * 1000
     rows: list[Row] = []
     for pid, name in ((0, "python"), (77, "python")):

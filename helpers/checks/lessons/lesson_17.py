@@ -1,4 +1,4 @@
-"""Checks for lesson 17: stochastic rounding, ranks to a 1% error, the layer that breaks, a recipe."""
+"""Checks for lesson 17: stochastic rounding, ranks to a 1% error, a layer that breaks, a recipe."""
 
 import random
 from collections.abc import Callable, Mapping

@@ -151,7 +151,7 @@ def draw_from_split_vocabulary(answer: Callable[..., Any]) -> dict[str, Any]:
         logits.scatter_(1, own, 20.0)  # on each rank, a word that noise alone wouldn't find
         logits[torch.arange(batch), best] += 40
 
-        # Inside the check, so that it's pickled by value: the ranks needn't import the checks.
+        # Inside the check, so that it's pickled by value: ranks don't have to import the checks.
         def split(
             rank: int, world_size: int, answer: Any, logits: torch.Tensor, noise: torch.Tensor
         ) -> tuple[Any, list[tuple[str, int]]]:
