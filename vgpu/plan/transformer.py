@@ -239,7 +239,7 @@ class TransformerSizes:
     feed_forward: int
     vocabulary: int
     sequence: int = 8192  # maximum length
-    # Llama 3's; a larger base distinguishes positions that are further apart.
+    # Llama 3's; a larger base distinguishes positions that are farther apart.
     rotary_base: float = 500_000.0
     form: str = "llama"  # one of ``FORMS``
     experts: ExpertSizes | None = None  # in place of the blocks' feed-forward layers

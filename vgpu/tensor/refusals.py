@@ -216,7 +216,7 @@ def _refuse_mixed_layer_norm(func: Operator, args: Args, kwargs: Kwargs) -> None
 
 
 def _refuse_mixed_batch_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """Raise RuntimeError if CUDA's backward kernel needs other dtypes for parameters or statistics.
+    """Raise RuntimeError for a mix of parameter and statistics dtypes that CUDA has no backward for.
 
     The kernel is compiled for float32 parameters and statistics if the first of them, usually the
     weight, has a different dtype than the input, and otherwise for the input's dtype
