@@ -219,7 +219,7 @@ class _StageRank:
         output = self._stages[action.stage](received)
         if layers.last:
             output = F.cross_entropy(output.flatten(0, 1).float(), tokens.flatten())
-        # As in PyTorch's stages, only the graph of a sent tensor is kept, not the tensor itself.
+        # Like the stages of PyTorch 2.15, keep only the graph of a sent tensor; 2.14 keeps the tensor.
         self._in_flight[action] = output if layers.last else get_gradient_edge(output)
 
     def backward(self, action: Action, last: bool) -> None:
