@@ -96,12 +96,13 @@ def memory_of_servers(
                 left += size / gib
             fits = sum(sizes) <= usable_bytes
             axes.text(
-                1.2 * most, y, f"{left:.0f} GiB", ha="right", va="center", fontsize=9,
+                left + 0.015 * most, y, f"{left:.0f} GiB", va="center", fontsize=9,
                 color=COLORS["black" if fits else "vermilion"],
+                bbox={"fc": "white", "ec": "none", "pad": 1},
             )  # fmt: skip
     axes.axvline(usable_bytes / gib, color="black", linestyle="--", linewidth=1)
     axes.set_yticks(range(len(held)), list(held))
-    axes.set(xlim=(0, 1.21 * most), ylim=(len(held) - 0.5, -0.5), xlabel="GiB on each GPU")
+    axes.set(xlim=(0, 1.15 * most), ylim=(len(held) - 0.5, -0.5), xlabel="GiB on each GPU")
     axes.grid(axis="y", visible=False)
     named = zip(("weights", "KV cache"), causes, strict=True)
     handles = [Patch(color=CAUSE_COLORS[cause], label=name) for name, cause in named]
@@ -283,9 +284,9 @@ def predicted_and_published(rows: Mapping[str, Mapping[str, tuple[float, float]]
         shares = [predicted / published for predicted, published in series.values()]
         places = range(len(names), len(names) + len(series))
         axes.plot(shares, places, marker, ms=5, color=color, label=label)
-        names += [f"{name}: {published:,.0f}" for name, (_, published) in series.items()]
+        names += [f"{name}: {published:,.6g}" for name, (_, published) in series.items()]
     axes.set_yticks(range(count), names, fontsize=8)
-    axes.text(-0.01, 1, "published", ha="right", va="bottom", fontsize=8, transform=axes.transAxes)
+    axes.text(-0.01, -0.01, "published", ha="right", va="top", fontsize=8, transform=axes.transAxes)
     axes.set(xlim=(0.5, 1.5), ylim=(count - 0.4, -0.6), xlabel="predicted over published")
     legend_beside(axes, fontsize=9)
     title(

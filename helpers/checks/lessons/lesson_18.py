@@ -128,10 +128,16 @@ def _hint_for_bytes(found: float, right: int, sizes: TransformerSizes, tp: int, 
         "The cache holds key-value heads, and there are fewer of them than query heads.": right
         * group,
         "An element with that many bits has bits / 8 bytes.": right * 8,
-        "With 4 bits, bits // 8 is 0: multiply everything first, then divide by 8.": 0,
+        **(
+            {"With 4 bits, bits // 8 is 0: multiply everything first, then divide by 8.": 0}
+            if bits < 8
+            else {}
+        ),
         "An element takes as many bits as given, not always 16.": right * 16 / bits,
         "Every layer has its own cache.": right / sizes.layers,
     }
+    if found == 0 and tp > sizes.key_value_heads:
+        return next(iter(whole_heads))
     return hint_by_value(
         found, {hint: value for hint, value in wrong.items() if value != right},
         "2 · layers · heads on this GPU · head width · sequences · tokens · bits / 8.", 1e-6,

@@ -114,6 +114,7 @@ def remember(cache, key, value):
         (_bytes(heads="sizes.key_value_heads"), "all GPUs together"),
         (_bytes(heads="max(1, sizes.heads // tp)"), "fewer of them than query heads"),
         (_bytes(heads="sizes.key_value_heads", bits="bits // 8 // tp"), "whole heads"),
+        (_bytes(heads="(sizes.key_value_heads // tp)"), "whole heads"),
         (_bytes(bits="bits / 8"), "make it an integer"),
         (_bytes(bits="bits"), "bits / 8 bytes"),
         (_bytes(bits="2"), "not always 16"),
