@@ -56,7 +56,7 @@ def test_targets_are_the_characters_after_their_inputs():
     inputs, targets = next(batches(tokens, 50, length=7))
     assert inputs.shape == targets.shape == (50, 7)
     torch.testing.assert_close(targets, inputs + 1)
-    assert inputs.min() < 10 and targets.max() > 90, "they begin anywhere"
+    assert inputs.min() < 10 and targets.max() > 90, "sequences begin anywhere"
 
 
 def test_skipped_batches_are_not_drawn_again():
@@ -104,7 +104,7 @@ def test_impossible_batches_are_rejected_immediately(tokens, asked, message):
         batches(tokens, **asked)
 
 
-def test_a_sequence_longer_than_the_models_is_rejected():
+def test_a_sequence_longer_than_the_models_limit_is_rejected():
     with pytest.raises(ValueError, match=r"sequence of 9 tokens is longer than the 8"):
         Transformer(replace(LETTERS, sequence=8))(torch.zeros(1, 9, dtype=torch.int64))
 
