@@ -1,4 +1,4 @@
-"""Checks for lesson 16: delays of kernels, six faults, all ranks on one page, a peak's owners."""
+"""Checks for lesson 16: launch delays, six faults, all ranks on one page, a peak's owners."""
 
 import copy
 import random
@@ -17,7 +17,7 @@ Row = dict[str, Any]
 def launch_delays(answer: Callable[[list[Row]], list[float]]) -> dict[str, Any]:
     for count in (1, 3, 6, 6):
         rows, expected = _launches(count)
-        hint = "Return a list of numbers. Not every event has a cat, or args."
+        hint = "Return a list of numbers. Not every event has cat or args."
         with for_input(f"{count} kernels: {_short(rows)}", hint):
             yours = [round(float(delay), 3) for delay in answer(copy.deepcopy(rows))]
             if yours != expected:
@@ -235,7 +235,7 @@ def one_page(answer: Callable[[list[Row]], list[Row]]) -> dict[str, Any]:
                     expected="new events",
                     hint="Copy each event before you change it: {**event, ...}.",
                 )
-            # There may be further ones: a process_name for the string pid.
+            # There may be more: a process_name for the string pid.
             if len(rows) < sum(len(trace["traceEvents"]) for trace in traces) or None in names:
                 raise Wrong(
                     yours=f"{len(rows)} events",
