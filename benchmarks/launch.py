@@ -32,7 +32,7 @@ SCRIPT = str(Path(__file__).resolve())
 
 
 def talk(rank: int, world_size: int) -> None:
-    """Do what every rank does with every launcher, once it has its group."""
+    """Do what every rank does with every launcher, once it's in a group."""
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == world_size

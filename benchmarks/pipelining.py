@@ -3,9 +3,9 @@
 Each process has one thread. "In turn" means that one micro-batch at a time goes through both stages,
 forward and backward, before the next begins: it's the same schedule class with a single micro-batch,
 so only the overlap differs. Every repeat runs all ways one after the other, so load from other
-programs affects all of them. It also measures the machine: how much faster two processes that only
-compute are in parallel than one after the other. ``python -m benchmarks pipelining`` writes the
-result to RESULTS.md.
+programs affects all of them. Every repeat also measures the machine: how much faster two processes
+that only compute run in parallel than one after the other. ``python -m benchmarks pipelining``
+writes the result to RESULTS.md.
 """
 
 import os

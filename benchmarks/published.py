@@ -1,4 +1,4 @@
-"""Predict training runs that others measured, with PyTorch's own parallel code as one rank of a cluster.
+"""Predict published training runs with PyTorch's own parallel code, run as one rank of a cluster.
 
 Source: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md and asyncTP_llama3_h100_2025-
 06_torchtitan.md. The hosts have 8 H100s with 96 GB HBM2e (2.4 TB/s), NVLink inside, and 400 Gb/s per GPU
@@ -232,7 +232,7 @@ def _own_time() -> str:
     begin_s = time.process_time()
     predict(Row("8B", 512, 1, 2, "selective", False, 0.0).plan)
     return (
-        f"Predicting 8B as one rank of 512, two steps of which one is recorded, took "
+        f"Predicting two steps of 8B as one rank of 512, one of them recorded, took "
         f"{time.process_time() - begin_s:.1f} s of one core here, including building the model and "
         "replaying its memory."
     )

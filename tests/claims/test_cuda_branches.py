@@ -93,7 +93,7 @@ def on_real(test):
 
 
 def conditions(tree):
-    """Return every ``if``, also in expressions, whose condition contains one of WORDS."""
+    """Return every ``if`` statement or expression whose condition contains one of WORDS."""
     nodes = (node for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp))
     return [node for node in nodes if any(word in ast.unparse(node.test) for word in WORDS)]
 

@@ -166,7 +166,7 @@ def check_same_outcome(on_cpu: Callable, on_gpu: Callable, what: str, **options:
 
 
 def gradients(result: Any, inputs: Any) -> list[torch.Tensor | None]:
-    """Return the gradients of all inputs that require one, for random gradients of the results."""
+    """Return the gradients of all inputs that require them, for random gradients of the results."""
     outputs = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
     sources = [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
     if not outputs or not sources:

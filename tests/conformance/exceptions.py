@@ -5,7 +5,7 @@ A test allows exceptions for at most 1% of operators. All modules and optimizers
 
 # "operator-dtype": why it differs.
 OPERATORS: dict[str, str] = {
-    "native_batch_norm-float32": "in evaluation, only CUDA returns the running statistics",
+    "native_batch_norm-float32": "in evaluation mode, only CUDA returns the running statistics",
 }
 VARIANTS: dict[str, str] = {
     name: "with an operand of a tensor subclass, torch's C++ code doesn't write to out= here"

@@ -49,7 +49,7 @@ def accelerate() -> Result:
 
 
 def transformers() -> Result:
-    """Train a tiny GPT-2 with DataParallel and DDP, as on the CPU; run one across three GPUs."""
+    """Train a tiny GPT-2 with DataParallel and DDP, as on the CPU; split one across three GPUs."""
     result = Result()
     program = [HERE / "trainer.py", "out"]
     cpu = run(*ranks(2), *program, "cpu")
@@ -70,7 +70,7 @@ def lightning() -> Result:
 
 
 def torch() -> Result:
-    """Run the tests of collectives, process groups and DDP in PyTorch's wheel on two ranks."""
+    """Run the tests in PyTorch's wheel, of collectives, process groups and DDP, on two ranks."""
     return folder_of_tests(HERE / "distributed_spawn.py", 2)
 
 
@@ -117,7 +117,7 @@ COLUMNS = "| suite | torch | passed | refused | failed | wrong number | skipped 
 
 
 def write_row(row: str) -> None:
-    """Write a row to the page's table, between its marks, in place of the suite's row, if any."""
+    """Write a row to the table between the page's markers; it replaces the suite's old row."""
     begin, end = MARKS
     before, _, rest = PAGE.read_text("utf-8").partition(begin)
     table, _, after = rest.partition(end)

@@ -1,6 +1,6 @@
 """Run torchtitan.train several times, on ranks forked from this process, which imports it once.
 
-Its argument is a JSON file with a list of runs: the number of ranks, the rank whose output is wanted,
+Takes a JSON file with a list of runs: the number of ranks, the rank whose output is wanted,
 and torchtitan's arguments. Prints a line of JSON for each run: its exit code and output.
 """
 

@@ -27,7 +27,7 @@ def test_show_lines_returns_the_lines_of_the_file():
     assert "self.writing = dcp.async_save" in shown
 
 
-def test_show_lines_returns_a_statement_of_a_function_by_how_it_starts():
+def test_show_lines_finds_a_functions_statement_by_how_it_starts():
     parts = script.show_lines("train: if step % 10", "train: if step % options").data.split(
         "\n\n\n"
     )

@@ -48,7 +48,7 @@ def test_training_and_held_out_text_are_separate_and_long():
     assert len(train) > 300_000 and len(held_out) == pytest.approx(len(train) / 9, rel=1e-3)
     whole = torch.cat([train, held_out])
     assert decode(whole[: len('The "assert" statement')]) == 'The "assert" statement'
-    assert whole.unique().numel() > 90, "nearly the whole vocabulary is used"
+    assert whole.unique().numel() > 90, "nearly the whole vocabulary must be used"
 
 
 def test_targets_are_the_characters_after_their_inputs():
@@ -56,7 +56,7 @@ def test_targets_are_the_characters_after_their_inputs():
     inputs, targets = next(batches(tokens, 50, length=7))
     assert inputs.shape == targets.shape == (50, 7)
     torch.testing.assert_close(targets, inputs + 1)
-    assert inputs.min() < 10 and targets.max() > 90, "they begin anywhere"
+    assert inputs.min() < 10 and targets.max() > 90, "sequences must begin anywhere"
 
 
 def test_skipped_batches_are_not_drawn_again():
@@ -104,7 +104,7 @@ def test_impossible_batches_are_rejected_immediately(tokens, asked, message):
         batches(tokens, **asked)
 
 
-def test_a_sequence_longer_than_the_models_is_rejected():
+def test_a_sequence_longer_than_the_models_limit_is_rejected():
     with pytest.raises(ValueError, match=r"sequence of 9 tokens is longer than the 8"):
         Transformer(replace(LETTERS, sequence=8))(torch.zeros(1, 9, dtype=torch.int64))
 

@@ -80,7 +80,7 @@ def test_a_prediction_shows_how_it_changes_with_the_assumed_values(claim):
 def test_no_cell_names_an_unknown_or_pending_claim():
     named = set(proving_cells()) | set(cells_tagged("moves-"))
     unknown = named - {claim["id"] for claim in PROVED}
-    assert not unknown, f"cells are tagged for claims that are unknown or pending: {unknown}"
+    assert not unknown, f"cells are tagged with claims that are unknown or pending: {unknown}"
 
 
 def test_a_pending_claim_has_a_reason():

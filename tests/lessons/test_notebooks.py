@@ -38,7 +38,9 @@ def test_no_outputs_are_committed(path):
     for cell in lessons.raw(path)["cells"]:
         assert not cell.get("outputs"), f"cell {cell.get('id')} has outputs"
         assert cell.get("execution_count") is None, f"cell {cell.get('id')} has a count"
-    assert "widgets" not in lessons.raw(path)["metadata"], "there is saved widget state"
+    assert "widgets" not in lessons.raw(path)["metadata"], (
+        "the notebook contains saved widget state"
+    )
 
 
 @each_lesson

@@ -42,7 +42,7 @@ ERRORS = {
     "to numpy": (1, lambda: on(0, 2).numpy()),
     "cat, CPU": (1, lambda: torch.cat([on(0, 2), torch.ones(2)])),
     "pin a GPU's tensor": (1, lambda: on(0, 2).pin_memory()),
-    "an ordinal too many": (1, lambda: on(torch.cuda.device_count(), 1)),
+    "an ordinal out of range": (1, lambda: on(torch.cuda.device_count(), 1)),
     "out of memory": (1, lambda: torch.empty(2**50, dtype=torch.uint8, device="cuda:0")),
     "matmul, two GPUs": (2, lambda: on(0, 2, 2) @ on(1, 2, 2)),
     "elementwise, two GPUs": (2, lambda: on(0, 2) + on(1, 2)),

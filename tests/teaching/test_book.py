@@ -48,7 +48,7 @@ def test_the_claims_page_has_a_row_for_each_claim_with_its_section():
     assert len(rows) == len(ledger) + 1
     for claim, row in zip(ledger, rows[1:], strict=True):
         assert row.startswith(f"| {claim.id} |")
-        assert row.replace("\\|", "").count("|") == 6, "a bar in a claim splits the row"
+        assert row.replace("\\|", "").count("|") == 6, "a bar in a claim must not split the row"
         if claim.proof:
             assert f"]({claim.proof.notebook}#" in row
 

@@ -50,7 +50,7 @@ def test_the_page_has_the_functions_answer_for_every_combination(lesson, found):
         answer = found["answers"][explorers.place((ranks - 2, step), (3, 7))]
         parts = [found["parts"][part] for part in answer]
         assert _shown(parts) == _shown(cell.outputs), cell.source
-    assert len(found["parts"]) == 2 * (3 + 5 + 7), "steps past the end share one answer"
+    assert len(found["parts"]) == 2 * (3 + 5 + 7), "steps past the end must share one answer"
 
 
 def test_controls_have_labels_and_each_picture_is_stored_as_one_file(lesson, found, tmp_path):
@@ -68,7 +68,7 @@ def test_controls_have_labels_and_each_picture_is_stored_as_one_file(lesson, fou
     named = {of["src"].removeprefix("_static/explorers/") for of in pictures}
     assert named == {path.name for path in tmp_path.iterdir()}
     assert len(named) == 3 + 5 + 7 and len(pictures) == len(named) + 1, (
-        "the first answer occurs twice"
+        "only the first answer may occur twice"
     )
 
 

@@ -177,7 +177,7 @@ def test_hostile_answers_do_not_change_other_learners_verdicts(tmp_path, capsys)
     assert rows.keys() == hostile.keys()
     # What verdicts "overwrites" and "writes" get doesn't matter.
     assert rows["=forks"] == ["✓", "!", "✓", "2"] and rows["honest"] == ["✓", "✓", "✓", "3"]
-    assert rows["waits"] == ["✓", "✓", "·", "2"], "4.2 is right without the thread from 4.1"
+    assert rows["waits"] == ["✓", "✓", "·", "2"], "4.2 must be right without the thread from 4.1"
     assert rows["raises"] == ["!", "!", "!", "0"]
     text = (tmp_path / "all.csv").read_text("utf-8")
     assert r"ValueError: \ud800 \x1b[2J xxx" in text and "Mute, whose message can't be read" in text

@@ -39,7 +39,7 @@ def test_an_explorer_is_replaced_by_its_first_picture(tmp_path):
     picture, sentence = ran.cells[0].outputs
     assert picture.data["text/html"] == "<img alt='a bar 3 high'>"
     assert sentence.data["text/markdown"] == rendered.LIVE_ONLY
-    assert ran.cells[1].outputs == [], "a progress bar is not an explorer"
+    assert ran.cells[1].outputs == [], "a progress bar must not count as an explorer"
     assert "widgets" not in ran.metadata
     nbformat.validate(ran)
 

@@ -56,7 +56,7 @@ def test_a_projects_cuda_tests_run_on_virtual_gpus(beside, passed, tmp_path):
     (tmp_path / "test_gpu.py").write_text(TESTS)
     done = run("--vgpus", "3", *beside, cwd=tmp_path)
     assert f"1 failed, {passed} passed" in done.stdout, done.stdout + done.stderr
-    assert "assert 3 == 7" in done.stdout, "pytest explains failed asserts"
+    assert "assert 3 == 7" in done.stdout, "pytest must explain failed asserts"
     assert "vgpu: ran on 3 x Virtual Tesla V100-SXM2-16GB" in done.stdout
 
 

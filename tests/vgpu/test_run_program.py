@@ -47,7 +47,7 @@ def test_a_script_runs_as_under_python(tmp_path):
     total, drawn = second.split()
     assert int(total) == 3 * 2**29
     _, again, _ = run(*options, "script.py", cwd=tmp_path)
-    assert again.splitlines()[1].split()[1] == drawn, "the seed decides"
+    assert again.splitlines()[1].split()[1] == drawn, "the seed must determine the numbers"
 
 
 PROBE = """
@@ -158,7 +158,9 @@ def test_a_script_for_cuda_runs_unchanged_and_prints_what_was_replaced(tmp_path)
         "True vgpu:0 cpu",
         "the word cuda in a sentence stays",
     ]
-    assert "line 14, in <module>\n    torch.ones(2, device='cuda:7')" in error, "as it was written"
+    assert "line 14, in <module>\n    torch.ones(2, device='cuda:7')" in error, (
+        "the traceback must show the line as it was written"
+    )
     assert "vgpu:7 was requested; 2 virtual GPUs" in error
     assert "script.py: reads cuda as vgpu in lines 2, 5, 7, 8, 9, 10, 14" in error
     assert "beside.py: reads cuda as vgpu in line 2" in error

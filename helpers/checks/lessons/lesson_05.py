@@ -286,7 +286,7 @@ def _judge_calls(model: nn.Module, batches: int, replicas: int, moved: bool) -> 
             hint="The check compares int(model.calls).",
         )
     yours = int(calls)  # type: ignore[arg-type]
-    hint = "Plain attributes are changed on replicas, and those are thrown away."
+    hint = "Plain attributes are changed on the replicas, which are thrown away."
     if yours == batches * replicas and replicas > 1:
         hint = "You count once per replica; count once per batch."
     elif moved and yours == 0:

@@ -107,7 +107,7 @@ def _peak(sizes: Sequence[int], batch_size: int, name: str) -> Moment:
 
 
 def _peak_hint(yours: float, peak: Moment) -> str:
-    """Say when the peak is and what it consists of, or that elements were taken for bytes."""
+    """Say when the peak is and what it consists of, or that elements were mistaken for bytes."""
     held = ", ".join(
         f"{cause} {format_bytes(size)}" for cause, size in peak.by_cause.items() if size
     )
@@ -341,7 +341,7 @@ def _run_stages(layers: Sequence[int], chosen: set[int]) -> tuple[int, int]:
 
 
 class _Residual(nn.Module):
-    """A block as in the lesson; it notes how many samples each forward gets."""
+    """A block as in the lesson; it records how many samples each forward gets."""
 
     def __init__(self, width: int, samples: list[int]) -> None:
         super().__init__()
@@ -426,6 +426,6 @@ def _tower_hint(samples: Sequence[int], runs: float) -> str:
     if runs <= 1:
         return "Each part keeps all its activations. Checkpoint segments of the tower, too."
     return (
-        "Both methods are there. Does each part's backward run before the next part's forward? Are "
+        "You use both methods. Does each part's backward run before the next part's forward? Are "
         "the parts as small as allowed? And for 24 blocks, how many segments are best?"
     )

@@ -188,11 +188,11 @@ def _hint_for_error(yours: str) -> str:
 
 def _hint_for_count(count: int) -> str:
     return {
-        14: "Nothing is shared yet: each matmul still makes its own DTensor of its input. Does "
+        14: "Nothing is shared yet: each matmul still makes its own DTensor from its input. Does "
         "PrepareModuleInput pass on DTensors, and to the modules that contain the matmuls?",
         12: "The feed-forward part is done. In attention, query, key and value still make three "
-        "DTensors of one input.",
-        10: "Attention is done. In the feed-forward part, gate and up still make two DTensors of "
+        "DTensors from one input.",
+        10: "Attention is done. In the feed-forward part, gate and up still make two DTensors from "
         "one input.",
     }.get(count, "The results are right, but over budget: which input becomes a DTensor twice?")
 
@@ -287,7 +287,7 @@ def _beside_whole(
 ) -> tuple[float, float, list[tuple[str, int]], dict[str, float]]:
     """Return the output's and gradients' errors, collectives, and this rank's share of each matrix.
 
-    The gradients are those of the parameters, and of the inputs that require one.
+    The gradients are those of the parameters, and of the inputs that require gradients.
     """
     gpu = own_gpu()
     module = module.to(gpu)

@@ -68,7 +68,7 @@ def _hint_for_groups(
         return f"Each group in this dimension has {sizes[dimension]} ranks, the dimension's size."
     if sorted(groups) == sorted(_groups(sizes[::-1], len(sizes) - 1 - dimension)):
         return "The last dimension varies fastest, not the first: its ranks are neighbors."
-    return "Two ranks are in one group if they differ only in their index in this dimension."
+    return "Two ranks are in the same group if they differ only in their index in this dimension."
 
 
 _DIMENSIONS = ("replicate", "shard", "tensor")
@@ -93,7 +93,7 @@ def mesh_for(answer: Callable[[int, int, int], Any]) -> dict[str, Any]:
                     yours=f"sizes {sizes} for {math.prod(sizes)} GPUs",
                     expected=f"{hosts * gpus_per_host} GPUs",
                     hint="The product of the sizes must be the number of GPUs: how many tensor groups "
-                    "fit into a host?",
+                    "fit on a host?",
                 )
             groups = _groups_by_name(sizes, names)
             _expect_places(groups, hosts, gpus_per_host, tensor)

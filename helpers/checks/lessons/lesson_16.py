@@ -17,7 +17,7 @@ Row = dict[str, Any]
 def launch_delays(answer: Callable[[list[Row]], list[float]]) -> dict[str, Any]:
     for count in (1, 3, 6, 6):
         rows, expected = _launches(count)
-        hint = "Return a list of numbers. Not every event has a cat, or args."
+        hint = "Return a list of numbers. Not every event has cat or args."
         with for_input(f"{count} kernels: {_short(rows)}", hint):
             yours = [round(float(delay), 3) for delay in answer(copy.deepcopy(rows))]
             if yours != expected:

@@ -294,7 +294,7 @@ def _recipe_hint(yours: Any, expected: str | None, times_s: Mapping[str, float])
         return "Return one of the names in times_s, or None."
     if expected is None or times_s[yours] < times_s[expected]:
         return (
-            "This recipe's error exceeds the limit. Round both factors, multiply, and compare "
-            "the matmul's result, by its norm."
+            "This recipe's error exceeds the limit. Round both factors, multiply, and divide the "
+            "error's norm by the exact result's."
         )
     return "This one is good enough, but so is a faster one."

@@ -210,7 +210,7 @@ def largest_batch_within_a_limit(answer: Callable[..., Any]) -> dict[str, Any]:
     cases = {
         "time is short": (0.02, 2000, 33 * gib, 80 * 2**10, 72 * gib),
         "memory is short": (0.2, 2000, 66 * gib, 160 * 2**10, 72 * gib),
-        "nobody in time": (0.010, 2000, 33 * gib, 80 * 2**10, 72 * gib),
+        "too slow for even one": (0.010, 2000, 33 * gib, 80 * 2**10, 72 * gib),
         "does not fit": (0.2, 2000, 131 * gib, 320 * 2**10, 72 * gib),
     }
     for name, (limit_s, context, weight_bytes, cache_bytes, memory_bytes) in cases.items():

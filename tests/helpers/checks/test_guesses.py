@@ -71,7 +71,7 @@ def test_a_guess_is_shown_next_to_the_outcome_and_counted(capsys):
     shown = capsys.readouterr().out
     assert "8 GPUs" in shown and "5 GPUs" in shown and "not as you predicted" in shown
     guess("4b", 5).compare(5)
-    assert guesses.counts() == {"04": (2, 2)}, "a second try replaces the first"
+    assert guesses.counts() == {"04": (2, 2)}, "a second try must replace the first"
     reset()
     assert guesses.counts() == {}
 

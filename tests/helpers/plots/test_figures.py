@@ -42,7 +42,7 @@ def test_memories_draws_a_tensor_with_two_names_once(drawn):
     assert ".to" in drawn[0]
     with pytest.raises(ValueError, match="not in list"):
         plots.memories({"x": y}, gpus[:1])
-    assert not plt.get_fignums(), "a figure that cannot be drawn is not left open"
+    assert not plt.get_fignums(), "a figure that can't be drawn must be closed"
 
 
 @pytest.mark.virtual_gpus(2)

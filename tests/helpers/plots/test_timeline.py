@@ -38,7 +38,7 @@ def test_every_gpu_has_a_lane_and_every_event_a_kind(recorded):
     assert {kind_of(e) for e in lanes["host"]} == {"wait"}
 
 
-def test_a_copying_kernel_is_a_copy_on_a_stream_of_its_own_only(recorded):
+def test_a_copying_kernel_counts_as_a_copy_only_on_a_side_stream(recorded):
     copying = recorded.of("vgpu:0")[0]._replace(kind="kernel", name="_foreach_copy_", module="0")
     assert [kind_of(copying._replace(stream=stream)) for stream in (0, 1)] == ["forward", "copy"]
 

@@ -5,7 +5,7 @@ from broken_claims import Broken
 BROKEN = [
     Broken(
         "B01",
-        "all GPUs are not the default",
+        "the default isn't all GPUs",
         cell="arguments",
         old="default = nn.DataParallel(model)",
         new="default = nn.DataParallel(model, gpus[:2])",
@@ -74,7 +74,7 @@ BROKEN = [
     ),
     Broken(
         "B32",
-        "it raises an error without a GPU",
+        "DataParallel raises an error without a GPU",
         expensive=True,
         old="print(parallel.device_ids,",
         new="import warnings; warnings.warn('no GPU'); print([],",

@@ -50,13 +50,13 @@ BROKEN = [
     ),
     Broken(
         "B17",
-        "one GPU, so nothing is replicated",
+        "there's only one GPU, so nothing is replicated",
         old="nn.DataParallel(counter, gpus)",
         new="nn.DataParallel(counter, gpus[:1])",
     ),
     Broken(
         "B18",
-        "one GPU, which sees the whole batch",
+        "there's only one GPU, which sees the whole batch",
         old="nn.DataParallel(norm, gpus)",
         new="nn.DataParallel(norm, gpus[:1])",
     ),

@@ -92,7 +92,7 @@ BROKEN = [
     ),
     Broken(
         "H08",
-        "every expert computes all tokens on its rank, and keeps its own",
+        "every expert processes all tokens on its rank and keeps its own",
         expensive=True,
         old="        results = results.index_add(0, mine, expert(rows[mine]))",
         new="        own = (numbers == number)[:, None]\n"

@@ -17,7 +17,7 @@ _TWO_ROWS = [
 BROKEN = [
     Broken(
         "I01",
-        "there is no backward",
+        "there is no backward pass",
         old="        model(tokens).sum().backward()",
         new="        model(tokens).sum()",
     ),

@@ -1,4 +1,4 @@
-"""Lesson 16: what makes a collective long, a page of all ranks consistent, and a GPU busy."""
+"""Lesson 16: what makes a collective long, a trace of all ranks consistent, and a GPU busy."""
 
 from broken_claims import Broken
 

@@ -114,7 +114,7 @@ class World:
                 self.first[name] = 0 if value.is_inference() else value._version
 
     def changes(self, name: str) -> int:
-        """Return how often a variable has been changed in place."""
+        """Return how many times a variable has been changed in place."""
         version = _ask(self.names[name], "_version")  # inference tensors have none
         return version - self.first[name] if isinstance(version, int) else 0
 

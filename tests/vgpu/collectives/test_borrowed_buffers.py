@@ -49,6 +49,6 @@ def main(rank, world):
 
 
 def test_a_collectives_tensors_are_freed_after_its_wait():
-    """gloo's threads drop them slightly later: these used to leave bytes in one call in five."""
+    """gloo's threads drop them slightly later, which used to leave bytes in one call in five."""
     for left in launch.run(cell(COLLECTIVES)["main"], 4, gpu="V100"):
         assert left == {name: {0} for name in left}

@@ -18,17 +18,17 @@ def errors_of_wrong_calls(device):
     def ones(*size, **kwargs):
         return torch.ones(*size, device=device, **kwargs)
 
-    turned, half, pair = ones(2, 3).t(), {"dtype": torch.half}, [ones(2), ones(2)]
+    transposed, half, pair = ones(2, 3).t(), {"dtype": torch.half}, [ones(2), ones(2)]
     reduce_scatter, all_gather = dist.reduce_scatter_single, dist.all_gather_single
     calls = {
-        "all_reduce, turned": lambda: dist.all_reduce(turned),
-        "broadcast, turned": lambda: dist.broadcast(turned, 0),
-        "reduce, turned": lambda: dist.reduce(turned, 0),
-        "all_gather, turned input": lambda: all_gather(ones(6, 2), turned),
-        "all_gather, turned output": lambda: all_gather(ones(2, 6).t(), ones(3, 2)),
-        "reduce_scatter, turned input": lambda: reduce_scatter(ones(3, 2), ones(2, 6).t()),
-        "all_to_all_single, turned": lambda: dist.all_to_all_single(ones(2, 2).t(), ones(2, 2)),
-        "all_to_all, turned": lambda: dist.all_to_all([ones(2, 2).t()] * 2, [ones(2, 2)] * 2),
+        "all_reduce, transposed": lambda: dist.all_reduce(transposed),
+        "broadcast, transposed": lambda: dist.broadcast(transposed, 0),
+        "reduce, transposed": lambda: dist.reduce(transposed, 0),
+        "all_gather, transposed input": lambda: all_gather(ones(6, 2), transposed),
+        "all_gather, transposed output": lambda: all_gather(ones(2, 6).t(), ones(3, 2)),
+        "reduce_scatter, transposed input": lambda: reduce_scatter(ones(3, 2), ones(2, 6).t()),
+        "all_to_all_single, transposed": lambda: dist.all_to_all_single(ones(2, 2).t(), ones(2, 2)),
+        "all_to_all, transposed": lambda: dist.all_to_all([ones(2, 2).t()] * 2, [ones(2, 2)] * 2),
         "all_gather, types": lambda: all_gather(ones(4, **half), ones(2)),
         "all_gather, sizes": lambda: all_gather(ones(5), ones(2)),
         "reduce_scatter, sizes": lambda: reduce_scatter(ones(3), ones(4)),
@@ -89,7 +89,7 @@ def test_ranks_and_a_cluster_reject_the_same_wrong_calls():
     with vgpu.cluster(hosts=1, gpus_per_host=2, rank=1) as cluster, vgpu.shapes_only():
         assert errors_of_wrong_calls(cluster.device) == errors
     words = {
-        "turned": "ValueError: Tensors must be contiguous",
+        "transposed": "ValueError: Tensors must be contiguous",
         "all_gather, types": "TypeError: all_gather: output tensor must have the same type",
         "all_gather, sizes": "ValueError: all_gather among 2 ranks got an input of 2 elements and an output of 5",
         "reduce_scatter, sizes": "ValueError: reduce_scatter among 2 ranks got an input of 4 elements",

@@ -30,7 +30,7 @@ def results_of(group):
 )
 def test_a_strategy_has_the_same_results_on_virtual_gpus_as_on_the_cpu(group, name):
     ranks = [results[name] for results in results_of(group)]
-    assert ranks[0][0], "rank 0 has something to compare"
+    assert ranks[0][0], "rank 0 has nothing to compare"
     for rank, (on_cpu, on_gpu) in enumerate(ranks):
         assert len(on_cpu) == len(on_gpu)
         for position, (mine, other) in enumerate(zip(on_gpu, on_cpu, strict=True)):
@@ -78,7 +78,7 @@ def test_a_model_that_runs_out_of_memory_under_ddp_trains_under_fully_shard():
     assert "OutOfMemoryError" in str(raised.value)
     limited = launch.run(cell(TRAIN)["main"], 2, True, gpu="V100", memory_bytes=LIMIT_BYTES)
     roomy = launch.run(cell(TRAIN)["main"], 2, True, gpu="V100")
-    assert limited == roomy, "the limit changes no loss and no byte count"
+    assert limited == roomy, "the limit must change no loss and no byte count"
     replicas = launch.run(cell(TRAIN)["main"], 2, False, gpu="V100")
     for (losses, peak_bytes), (expected, needed_bytes) in zip(limited, replicas, strict=True):
         assert losses == pytest.approx(expected, rel=1e-5)

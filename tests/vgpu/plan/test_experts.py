@@ -189,7 +189,7 @@ def test_experts_combine_with_pipelines_context_and_recomputation():
         ),
     ],
 )
-def test_indivisible_experts_are_rejected(options, message):
+def test_impossible_expert_settings_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         plan(**{"layout": Layout(), **options})
     with pytest.raises(ValueError, match="ep = 2 must divide dp_shard × cp = 3"):

@@ -94,6 +94,6 @@ def test_a_pipeline_within_a_host_uses_its_links():
         ({"sizes": WIDE.sizes._replace(key_value_heads=8)}, "pass flash=True"),
     ],
 )
-def test_an_indivisible_run_is_rejected(changes, message):
+def test_a_run_that_does_not_divide_evenly_is_rejected(changes, message):
     with pytest.raises(ValueError, match=message):
         seconds(WIDE, **changes)

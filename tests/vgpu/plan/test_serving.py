@@ -83,7 +83,7 @@ def test_a_static_batch_takes_a_prefill_and_a_step_for_each_further_token():
     assert server.generate_s(4, 300, 10) == pytest.approx(prefill_s + sum(steps_s), rel=1e-3)
 
 
-def test_small_all_reduces_take_one_shot_and_large_ones_a_ring():
+def test_small_all_reduces_are_one_shot_and_large_ones_use_a_ring():
     server = Server(LLAMA["70B"], tp=8)
     link, small, large = server.cost.link, 16_384, 2**28
     share = link.bandwidth_bytes_per_s * server.cost.link_share

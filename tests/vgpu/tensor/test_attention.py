@@ -60,7 +60,7 @@ def test_values_and_gradients_match_the_cpus_and_no_scores_are_kept(dtype, mask,
         else:
             assert torch.equal(mine, other)
     scores = 2 * HEADS * LENGTH * LENGTH * torch.empty((), dtype=dtype).element_size()
-    assert kept < scores, "the score matrix is larger than everything kept"
+    assert kept < scores, "the score matrix must be larger than everything kept"
 
 
 def test_dropout_is_computed_unfused_and_the_operator_rejects_it():

@@ -36,7 +36,7 @@ CASES = {
     "layer norm": (lambda: nn.LayerNorm(2), (1000, 2)),  # statistics of more than one block
     "group norm": (lambda: nn.GroupNorm(8, 32), CHANNELS),
     "batch norm": (lambda: nn.BatchNorm1d(1000), (4, 1000)),
-    "batch norm in evaluation": (lambda: nn.BatchNorm1d(1000).eval(), (4, 1000)),
+    "batch norm in evaluation mode": (lambda: nn.BatchNorm1d(1000).eval(), (4, 1000)),
     "instance norm": (lambda: nn.InstanceNorm2d(32, affine=True), (16, 32, 4, 4)),
     "rms norm": (lambda: nn.RMSNorm(2), (1000, 2)),
     "local response norm": (lambda: nn.LocalResponseNorm(2), CHANNELS),

@@ -73,7 +73,7 @@ def bytes_of():
 @pytest.mark.parametrize("shapes", [False, True], ids=["values", "shapes"])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("by", ["dtype", "autocast"])
-def test_float16_softmax_needs_no_copy_and_bfloat16_softmax_does(name, shapes, mode, by):
+def test_float16_softmax_needs_no_copy_but_bfloat16_softmax_does(name, shapes, mode, by):
     """SoftMax.cpp: half_to_float is for Half; bfloat16 is converted first."""
     with vgpu.shapes_only() if shapes else contextlib.nullcontext(), mode():
         for dtype, peak in ((torch.float16, 4), (torch.bfloat16, 8)):

@@ -186,7 +186,7 @@ class Subclass(torch.Tensor):
 
 
 def encoded():
-    """Encode a padded sequence in evaluation, where TransformerEncoder creates nested tensors."""
+    """Encode a padded sequence in eval mode, where TransformerEncoder creates nested tensors."""
     layer = nn.TransformerEncoderLayer(4, 2, 4, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 1).to(DEVICE).eval()
     with torch.no_grad():

@@ -88,7 +88,7 @@ def test_a_shapes_dtype_depends_on_the_type_of_an_equal_number(order):
 
 def test_a_shape_and_its_conjugate_are_distinguished():
     def resolved(device):
-        """Return, for a tensor and its conjugate, whether it's conjugated, and if a copy is made."""
+        """Return whether each is conjugated, and whether resolving it copies nothing."""
         z = torch.empty(3, 5, dtype=torch.complex64, device=device)
         return [(x.is_conj(), x.resolve_conj() is x) for x in (z, z.conj(), z.conj().conj())]
 

@@ -70,10 +70,10 @@ def need_an_intermediate_result(x, y, w):
 # For each case, the number of matrices that each fused kernel reads and writes.
 CHAINS = {
     "a reduction is part of a chain": (lambda x, y, w: (x / x.sum(-1, keepdim=True)) @ w, [2]),
-    "both beginnings are read": (lambda x, y, w: (x * 2 + y * 3) @ w, [3]),
-    "what several products need is written once": (both_are_needed, [3]),
+    "both inputs of a chain are read": (lambda x, y, w: (x * 2 + y * 3) @ w, [3]),
+    "what multiple matmuls need is written once": (both_are_needed, [3]),
     "an intermediate result is computed again": (need_an_intermediate_result, [2, 2]),
-    "a change in place is part of a chain": (change_in_place, [2]),
+    "an in-place change is part of a chain": (change_in_place, [2]),
     "an overwritten result is never written": (overwrite, [2]),
     "what outlives the recording is written": (lambda x, y, w: x.neg().abs(), [2]),
     "both halves of a block are written": (write_both_halves_of_a_block, [2, 2]),

@@ -14,5 +14,5 @@ def test_activation_bytes_match_published_megatron_values(row):
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_bytes_per_gpu_match_published_zero_values(stage):
+def test_bytes_per_gpu_match_the_zero_paper(stage):
     assert zero_bytes(stage) / 1e9 == pytest.approx(PUBLISHED_GB[stage], abs=0.05)

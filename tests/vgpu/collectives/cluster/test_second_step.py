@@ -56,7 +56,7 @@ def test_the_cluster_option_predicts_the_scripts_second_step_and_stops(run):
         (line,) = (line for line in shares if "exposed" in line)
         exposed.append(float(line.split("%")[0]))
     assert 0 < exposed[0] < exposed[1], (
-        "exposed collectives take up more of the step on a slower network"
+        "exposed collectives must take up more of the step on a slower network"
     )
 
 
