@@ -95,10 +95,12 @@ def memory_of_servers(
                 axes.barh(y, size / gib, 0.32, left, color=color, hatch=hatch, ec="white", lw=0)
                 left += size / gib
             fits = sum(sizes) <= usable_bytes
+            limit, label = usable_bytes / gib, left + 0.015 * most
+            if label < limit < label + 0.09 * most:  # the label would be on the dashed line
+                label = limit + 0.015 * most
             axes.text(
-                left + 0.015 * most, y, f"{left:.0f} GiB", va="center", fontsize=9,
+                label, y, f"{left:.0f} GiB", va="center", fontsize=9,
                 color=COLORS["black" if fits else "vermilion"],
-                bbox={"fc": "white", "ec": "none", "pad": 1},
             )  # fmt: skip
     axes.axvline(usable_bytes / gib, color="black", linestyle="--", linewidth=1)
     axes.set_yticks(range(len(held)), list(held))
@@ -286,13 +288,13 @@ def predicted_and_published(rows: Mapping[str, Mapping[str, tuple[float, float]]
         axes.plot(shares, places, marker, ms=5, color=color, label=label)
         names += [f"{name}: {published:,.6g}" for name, (_, published) in series.items()]
     axes.set_yticks(range(count), names, fontsize=8)
-    axes.text(-0.01, -0.01, "published", ha="right", va="top", fontsize=8, transform=axes.transAxes)
     axes.set(xlim=(0.5, 1.5), ylim=(count - 0.4, -0.6), xlabel="predicted over published")
+    axes.set_ylabel("model, tokens in and out: published tokens/s")
     legend_beside(axes, fontsize=9)
     title(
         axes,
         "From datasheets to tokens per second",
-        "tokens/s; predicted: virtual time; gray: within 25%",
+        "predicted: virtual time; gray: within 25%",
     )
     summary = "; ".join(
         f"{name}: "

@@ -31,7 +31,9 @@ BITS = (8, 16)
 """Bits per weight or cached element: 8 for float8, 16 for bfloat16."""
 
 USABLE_MEMORY = 0.9
-"""The fraction of a GPU's memory for weights and cache (vLLM's gpu_memory_utilization)."""
+"""The fraction of a GPU's memory for weights and cache. (vLLM's gpu_memory_utilization also includes
+activations.)
+"""
 
 _ACTIVATION_BYTES = 2  # per element of hidden states, embedding and output: bfloat16
 

@@ -80,7 +80,7 @@ patch("vgpu.plan.serving.Server.decode_s", lambda self, *a: whole_s(self, *a) / 
         "the A100s' memory is twice as fast",
         old="memory_bandwidth_bytes_per_s=2.039e12",
         new="memory_bandwidth_bytes_per_s=4.078e12",
-        cell="published-proof",
+        cell="published-one-user",
     ),
     Broken(
         "K09",
