@@ -80,38 +80,28 @@ def memory_of_servers(
 ) -> None:
     """Plot the bytes of weights and cache per GPU: a bar for each server and dtype, and the limit.
 
-    ``held`` maps a server to its dtypes, and each dtype to (weight bytes, cache bytes); bars of the
-    second dtype are hatched.
+    ``held`` maps a server to its dtypes, and each dtype to (weight bytes, cache bytes).
     """
     causes, gib = ("parameters", "KV cache"), 2**30
     fig, axes = figure(width=8.5, height=1.2 + 0.6 * len(held))
-    formats = list(next(iter(held.values())))
-    most = max(sum(sizes) for by_format in held.values() for sizes in by_format.values()) / gib
-    for row, by_format in enumerate(held.values()):
-        for place, sizes in enumerate(by_format.values()):
+    places, names, colors = [], [], []
+    for row, (server, by_format) in enumerate(held.items()):
+        for place, (name, sizes) in enumerate(by_format.items()):
             y, left = row + 0.36 * place - 0.18, 0.0
             for cause, size in zip(causes, sizes, strict=True):
-                color, hatch = CAUSE_COLORS[cause], "////" if place else None
-                axes.barh(y, size / gib, 0.32, left, color=color, hatch=hatch, ec="white", lw=0)
+                axes.barh(y, size / gib, 0.32, left, color=CAUSE_COLORS[cause])
                 left += size / gib
-            fits = sum(sizes) <= usable_bytes
-            limit, label = usable_bytes / gib, left + 0.015 * most
-            if label < limit < label + 0.09 * most:  # the label would be on the dashed line
-                label = limit + 0.015 * most
-            axes.text(
-                label, y, f"{left:.0f} GiB", va="center", fontsize=9,
-                color=COLORS["black" if fits else "vermilion"],
-            )  # fmt: skip
+            places.append(y)
+            names.append(f"{server}, {name}: {left:.0f} GiB")
+            colors.append(COLORS["black" if sum(sizes) <= usable_bytes else "vermilion"])
     axes.axvline(usable_bytes / gib, color="black", linestyle="--", linewidth=1)
-    axes.set_yticks(range(len(held)), list(held))
-    axes.set(xlim=(0, 1.15 * most), ylim=(len(held) - 0.5, -0.5), xlabel="GiB on each GPU")
+    axes.set_yticks(places, names, fontsize=9)
+    for label, color in zip(axes.get_yticklabels(), colors, strict=True):
+        label.set_color(color)
+    axes.set(ylim=(len(held) - 0.5, -0.5), xlabel="GiB on each GPU")
     axes.grid(axis="y", visible=False)
     named = zip(("weights", "KV cache"), causes, strict=True)
     handles = [Patch(color=CAUSE_COLORS[cause], label=name) for name, cause in named]
-    handles += [
-        Patch(fc="#999999", ec="white", lw=0, hatch="////" if place else None, label=name)
-        for place, name in enumerate(formats)
-    ]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     room = format_bytes(usable_bytes)
     title(
@@ -215,7 +205,12 @@ def latency_and_throughput(
     if circled:
         ring: Any = {"ms": 11, "mfc": "none", "mew": 1.5, "color": "black", "ls": ""}
         axes.plot(*zip(*circled, strict=True), "o", **ring, label=f"{marked} users")
-    first = next(iter(curves.values()))[0]  # the curves start at almost the same point
+    highest = next(iter(curves.values()))
+    for batch, wait_s, speed in highest:
+        if batch in (8, 128):
+            look = {"fontsize": 8, "ha": "right", "color": SERIES[0]}
+            axes.annotate(f"{batch}  ", (1e3 * wait_s, speed), va="bottom", **look)
+    first = highest[0]  # the curves start at almost the same point
     place = 1e3 * first[1], first[2]
     axes.annotate("1 user  ", place, fontsize=8, ha="right", va="center")
     axes.set(xlabel="time per token for each user (ms)", ylabel="tokens/s, all users", yscale="log")
