@@ -36,7 +36,7 @@ def _text(value: Any) -> str:
 
 
 def told_apart(yours: Any, expected: Any) -> tuple[str, str]:
-    """Return descriptions of both values that differ if the values do."""
+    """Describe both values; the descriptions differ if the values do."""
     if _are_numbers(yours, expected) and not isinstance(yours, int):
         return _two_numbers(yours, expected)
     if _alike(yours, expected) and yours.numel() > _SMALL:

@@ -92,7 +92,7 @@ def answer_table(step: MeshStep, sequences: int) -> Table:
         f"gradients and optimizer state: {format_bytes(step.held_bytes)} of "
         f"{format_bytes(room)}: {fits}."
     )
-    header = ("dimension", "GPU 0 talks to", "over", "a GPU sends", "sending", "exposed")
+    header = ("dimension", "GPU 0 talks to", "link", "a GPU sends", "sending", "exposed")
     return Table(header, rows, caption=caption)
 
 

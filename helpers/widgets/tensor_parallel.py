@@ -57,7 +57,7 @@ def layer_explorer(layer: Layer) -> ipywidgets.Widget:
         plots.split_times(timelines, f"A layer of width {width}")
         display(split_table(timelines))
 
-    place = ipywidgets.Dropdown(options=list(PLACES), description="over")
+    place = ipywidgets.Dropdown(options=list(PLACES), description="link")
     return explorer(
         show,
         {

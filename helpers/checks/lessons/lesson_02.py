@@ -177,7 +177,7 @@ def head_loss(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
         _expect_backbone_untouched(backbone)
         hint = "Return the cross-entropy of head(backbone(images))."
         expect_close(loss.detach(), expected.detach(), hint=hint)
-        hint = "Call the head outside of the block that records nothing."
+        hint = "Call the head outside the block in which nothing is recorded."
         expect_graph(loss, "a loss", hint)
         loss.backward()
         expect_close(head.weight.grad, right, hint="The gradient of the head's weight is wrong.")
@@ -216,5 +216,5 @@ def _expect_backbone_untouched(backbone: Watched) -> None:
         raise Wrong(
             yours="a graph was recorded in the backbone",
             expected="no graph",
-            hint="Detaching the result comes too late. Which block records nothing?",
+            hint="Detaching the result comes too late. In which block is nothing recorded?",
         )

@@ -198,10 +198,10 @@ _PARTS = {
     "model": "Without its weights, the run starts over: run.model.state_dict().",
     "optimizer": "AdamW's moments start at zero: run.optimizer.state_dict().",
     "scheduler": "The learning rate starts its schedule over: run.scheduler.state_dict().",
-    "order": "The next epoch comes in a different order: run.loader.generator.get_state().",
+    "order": "The next epoch's batches come in a different order: run.loader.generator.get_state().",
     "cpu_random": "The CPU's random numbers differ after the stop: torch.get_rng_state().",
     "gpu_random": "Dropout drops different activations: gpu_api.get_rng_state(device).",
-    "losses": "The record of the losses ends at the stop: run.losses.",
+    "losses": "The losses from before the stop are lost: run.losses.",
     "epochs_done": "The resumed run doesn't know how many epochs are left: run.epochs_done.",
 }
 _PLAIN = (torch.Tensor, dict, list, tuple, int, float, str)

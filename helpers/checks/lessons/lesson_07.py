@@ -297,10 +297,10 @@ def _judge(
     hint = "Compare with the mean over all micro-batches on all ranks."
     if torch.allclose(gradient, count * expected, rtol=1e-4, atol=1e-6):
         hint = (
-            f"This is {count} times too large: the mean over {count} micro-batches divides by it."
+            f"This is {count} times too large: divide by {count} for a mean over the micro-batches."
         )
     elif torch.allclose(2 * gradient, expected, rtol=1e-4, atol=1e-6):
-        hint = "This is half the right gradient, on 2 ranks: DDP already divides by that number."
+        hint = "This is half the right gradient: DDP already divides by the number of ranks, 2."
     expect_close(gradient, expected, hint=hint, rtol=1e-4, atol=1e-6)
     if sent_bytes > once:
         raise Wrong(

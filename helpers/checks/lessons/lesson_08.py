@@ -88,7 +88,7 @@ def _parameters(widths: Sequence[int]) -> list[int]:
 
 
 def _told_apart(peaks: dict[int, int], cuts: Sequence[int], failing: int) -> bool:
-    """Return whether ``failing`` fails, all failures are clear, and no two choose the same cut."""
+    """Return whether ``failing`` fails, all failures are clear, and no two rules' cuts agree."""
     lowest = min(peaks.values())
     wrong = [cut for cut in cuts if peaks[cut] > 1.05 * lowest]
     clear = all(peaks[cut] > 1.1 * lowest for cut in wrong)
@@ -217,7 +217,7 @@ def two_losses(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
                     )
         shown[given] = (
             f"the auxiliary outputs, {format_bytes(auxiliary.nbytes)}, stayed on {auxiliary_gpu}; "
-            f"the labels have {format_bytes(labels.nbytes)}"
+            f"the labels take {format_bytes(labels.nbytes)}"
         )
     return shown
 

@@ -180,8 +180,9 @@ def _hint_for_error(yours: str) -> str:
         return "attention is called with three inputs, x, cos and sin: the plan needs an entry for each."
     if "mixed torch.Tensor and DTensor" in yours:
         return (
-            "Some tensors became DTensors and meet others that are plain. Only x should become one, "
-            "and only where it enters attention or feed_forward: None leaves cos and sin as they are."
+            "Some tensors became DTensors and meet others that are plain. Only x should "
+            "become a DTensor, and only where it enters attention or feed_forward: None leaves cos "
+            "and sin as they are."
         )
     return "The model doesn't run: some layer doesn't get the part that it expects."
 

@@ -144,12 +144,12 @@ def _slow_hint(step: ExtrapolatedStep) -> str:
     waiting = sum(waits.values()) / step.seconds()
     if waiting > 0.15:
         return (
-            f"The GPU waits for {waiting:.0%} of the step: use a smaller tp, or more tokens per "
-            "GPU, to hide more."
+            f"The GPU spends {waiting:.0%} of the step waiting: use a smaller tp, or more tokens "
+            "per GPU, to hide more of the communication."
         )
     if step.plan.layout.tp > 1 and waiting > 0.02:
         return (
-            f"The GPU waits for {waiting:.0%} of the step, above all for tensor parallelism's "
+            f"The GPU spends {waiting:.0%} of the step waiting, above all for tensor parallelism's "
             "collectives: do these layers have to be split?"
         )
     if step.plan.recompute == "full":
@@ -157,7 +157,9 @@ def _slow_hint(step: ExtrapolatedStep) -> str:
             "The GPU computes all the time. If there's memory left, more sequences spread the update "
             "and a step's beginning and end over more tokens; or recompute less."
         )
-    return "There's little recomputation and little waiting: use the remaining memory for tokens."
+    return (
+        "There's little recomputation and little waiting: use the remaining memory for more tokens."
+    )
 
 
 @exercise("15.3", "The checkpoint interval")

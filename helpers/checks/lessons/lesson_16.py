@@ -430,7 +430,7 @@ def _peak_hint(yours: dict[str, int], trace: list[Row]) -> str:
     if yours == _held(trace, at_end=False, outermost=True):
         return "Frames start with the innermost: frames[0]."
     if sum(yours.values()) == everything:
-        return "That's everything that was ever allocated: a free ends a block."
+        return "That's everything that was ever allocated: drop a block when it's freed."
     if sum(yours.values()) > everything:
         return "Blocks are parts of segments: only alloc and free_completed count."
     if sum(yours.values()) == right:

@@ -1,4 +1,8 @@
-"""Checks for lesson 17: stochastic rounding, ranks to a 1% error, a layer that breaks, a recipe."""
+"""Checks for lesson 17.
+
+Stochastic rounding, the number of ranks at which the error exceeds 1%, the layer that a single
+scale breaks, and the choice of a recipe.
+"""
 
 import random
 from collections.abc import Callable, Mapping
@@ -21,8 +25,9 @@ def stochastic_cast(answer: Callable[[torch.Tensor], Any]) -> dict[str, str]:
         high = _next_bfloat16(low)
         for share in (0.0, 0.625, 0.25):
             x = torch.full((count // 100, 100), low + (high - low) * share)
-            given = f"{count:,} times {x[0, 0]:.6f}, between {low:g} and {high:g}"
-            with for_input(given, "Keep the upper 16 bits of each value, after a random addition."):
+            given = f"{count:,} copies of {x[0, 0]:.6f}, which lies between {low:g} and {high:g}"
+            hint = "Add a random number to each value's bits, then keep the upper 16."
+            with for_input(given, hint):
                 yours = answer(x.clone())
                 expect_tensor(yours)
                 if yours.dtype != torch.bfloat16 or yours.shape != x.shape:
@@ -125,7 +130,7 @@ def _until(
 
 def _ranks_hint(yours: Any, expected: int | None, parts: torch.Tensor, most: float) -> str:
     if isinstance(yours, int) and isinstance(expected, int) and yours == expected - 1:
-        return "One too few: list indices start at 0, and the first part is one rank's."
+        return "Off by one: list indices start at 0, but the first part already counts as one rank."
     if yours is None:
         return "The error does become that large if each partial sum is in bfloat16."
     if yours == _until(parts.bfloat16().float(), most, torch.float32)[0]:
@@ -137,7 +142,7 @@ def _ranks_hint(yours: Any, expected: int | None, parts: torch.Tensor, most: flo
             "For the float64 sum, add the float32 parts, as they are before the cast to bfloat16."
         )
     if expected is None:
-        return "The error never exceeds that. Return None after the last rank."
+        return "The error never exceeds the limit. Return None after the last rank."
     return "Compare after each rank: the bfloat16 sum and the float64 sum of the float32 parts."
 
 
@@ -173,7 +178,7 @@ def worst_layer(answer: Callable[[dict[str, torch.Tensor]], Any]) -> dict[str, s
 
 
 def _some_layers(breaks: int) -> dict[str, torch.Tensor]:
-    """Return five layers, by name in random order; a scale breaks number ``breaks``."""
+    """Return five randomly named layers; a per-tensor scale breaks the one at index ``breaks``."""
     made = [torch.randn(64, 96) for _ in range(5)]
     made[0] *= 1e6  # all large: the scale takes care of it
     made[1][3, 5] = 500.0  # an outlier that float8 can handle
@@ -194,7 +199,9 @@ def _share_hint(share: float, x: torch.Tensor, expected: float) -> str:
     if abs(share - 100 * expected) < 0.1:
         return "That's a percentage. Return a share, from 0 to 1."
     if (x == 0).any():
-        return "Count only what wasn't 0 before, and divide by the number of those."
+        return (
+            "Count only values that weren't 0 before, and divide by the number of nonzero values."
+        )
     return "Divide the number of values that become 0 by the layer's number of nonzero values."
 
 
@@ -209,8 +216,10 @@ def _layer_hint(name: str, activations: Mapping[str, torch.Tensor]) -> str:
 
 
 _RECIPES = ("bfloat16", "tensor", "row", "block of 32")
-# Outliers, limit, milliseconds of some recipes, and the answer. Each limit is far from every
-# recipe's matmul error, and lies between it and the error of one factor, or of the largest value.
+# Outliers, error limit, milliseconds of some recipes, and the answer. Every limit is far enough
+# from the recipes' matmul errors that random draws don't change the answer. Some limits lie between
+# a matmul's error and that of only one factor, or of the largest element, so that an answer that
+# compares one of those with the limit is wrong.
 _LAYERS = (
     ("none", 0.05, {"tensor": 4, "row": 5, "block of 32": 6, "bfloat16": 3}, "bfloat16"),
     ("none", 0.03, {"tensor": 2, "row": 3, "block of 32": 4, "bfloat16": 5}, "bfloat16"),

@@ -119,7 +119,7 @@ def _hint_for_bytes(found: float, right: int, sizes: TransformerSizes, tp: int, 
     group = sizes.heads // sizes.key_value_heads
     copies = max(1, tp // sizes.key_value_heads)
     whole_heads = {
-        "A GPU holds whole heads, so several GPUs may hold the same one.": right / copies
+        "A GPU holds whole heads, so several GPUs may hold the same head.": right / copies
     }
     wrong = {
         **(whole_heads if tp > sizes.key_value_heads else {}),
@@ -248,7 +248,7 @@ def _kernel_by_kernel(bytes_per_s: float) -> str:
         f"Llama 70B on four H100s, 20 ms: only {batch} sequences of 2000 tokens, not the {estimate} of this "
         f"estimate. One user's token takes "
         f"{format_seconds(alone_s)}, not the {format_seconds(read_s)} of reading the weights: all-reduces "
-        "and small kernels take the rest, and more with each sequence"
+        "and small kernels take the rest, which grows with every sequence"
     )
 
 
@@ -263,7 +263,7 @@ def _hint_for_batch(
         return "That many are fast enough, but their caches don't fit in memory."
     if found == max(0, int(room_bytes // each)) > right:
         return "That many fit, but reading their caches takes longer than the limit."
-    return "A step reads the weights once, and each sequence's cache; memory holds the same."
+    return "A step reads the weights once, and each sequence's cache. All of it must fit in memory."
 
 
 BUDGET = 256
@@ -337,7 +337,7 @@ def _check_forward(tokens: Any, generations: Sequence[Generation], budget: int) 
     if sum(tokens) > budget:
         raise Wrong(
             yours=f"{sum(tokens)} tokens", expected=f"at most {budget} in a forward pass",
-            hint="Generations that are decoding count, too. Divide only what they leave over.",
+            hint="Generations that are decoding count, too. Divide only what's left.",
         )  # fmt: skip
     share = (budget - (len(generations) - len(prompts))) // max(1, len(prompts))
     if not any(tokens):
@@ -358,8 +358,8 @@ def _check_forward(tokens: Any, generations: Sequence[Generation], budget: int) 
         raise Wrong(
             yours=f"{n} tokens for a prompt with {left} left",
             expected=f"{min(share, left)} or more: decoding leaves {share} for each of {len(prompts)}",
-            hint="It advances, but others overtake it. No prompt gets less than an equal share, unless "
-            "it needs less.",
+            hint="It advances, but others overtake it. Give each prompt at least an equal share, "
+            "unless it needs less.",
         )
     possible = min(budget, len(generations) - len(prompts) + sum(g.prompt_left for _, g in prompts))
     if sum(tokens) < possible - len(prompts):

@@ -111,7 +111,7 @@ WRONG = {
             _head(end="; images = head(features)").replace(
                 "head(features), labels", "images, labels"
             ),
-            "outside of the block",
+            "outside the block",
         ),
         (_head(end="\n    torch.set_grad_enabled(False)"), "as a function, stays"),
         (_head(end="; backbone.requires_grad_(False)"), "for good"),

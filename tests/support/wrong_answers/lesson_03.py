@@ -149,7 +149,7 @@ WRONG = {
     ],
     "3.3": [
         (checkpoint(gpu_random=""), "Dropout drops different activations"),
-        (checkpoint(order="torch.get_rng_state()"), "comes in a different order"),
+        (checkpoint(order="torch.get_rng_state()"), "come in a different order"),
         (checkpoint(order="run.loader.generator"), "not the object itself"),
         (checkpoint(optimizer="run.optimizer"), "not the object itself"),
         (

@@ -194,7 +194,7 @@ WRONG = {
                 "        with nullcontext() if last else parallel.no_sync():\n"
                 f"            ({_LOSS_OF_ONE} / dist.get_world_size()).backward()"
             ),
-            "already divides by that number",
+            "already divides by the number of ranks",
         ),
         (
             # Only the last micro-batch counts.

@@ -93,11 +93,11 @@ WRONG = {
             "    return torch.where(torch.rand_like(x) < 0.5, high, low).bfloat16()",
             "it must stay as it is",
         ),
-        (_stochastic(kept=_KEPT.removesuffix(".bfloat16()")), "upper 16 bits"),
+        (_stochastic(kept=_KEPT.removesuffix(".bfloat16()")), "keep the upper 16"),
         ("def stochastic(x):\n    return x.tolist()", "Return a tensor"),
     ],
     "17.2": [
-        (_ranks(start="0"), "One too few"),
+        (_ranks(start="0"), "Off by one"),
         (_ranks(dtype="torch.float32"), "ach partial sum"),
         (_ranks(sum="(rough + part).bfloat16()"), "part"),
         (_ranks(sum="rough.add_(part)"), "part"),
