@@ -244,7 +244,14 @@ def gradient(p: Draft, r: Random) -> None:
 
 
 def hook(p: Draft, r: Random) -> None:
-    x = p.any(lambda t: floating(t) and t.requires_grad)
+    # torch itself crashes on a view of a leaf that has since been changed through detach().
+    x = p.any(
+        lambda t: (
+            floating(t)
+            and t.requires_grad
+            and not (t._is_view() and t._base.is_leaf and t._version)
+        )
+    )
     if r.random() < 0.3 and not p.value(x)._is_view():
         p.add(f"{x}.retain_grad()")
         return
