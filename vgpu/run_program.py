@@ -226,7 +226,7 @@ class ProgramSettings:
         return found + [f"--not-read={name}" for name in self.not_read]
 
     def _let_children_have_them(self) -> None:
-        """Add a folder to PYTHONPATH with a sitecustomize.py, which Python runs when it starts."""
+        """Put a folder with a sitecustomize.py, which Python runs at startup, on PYTHONPATH."""
         folder, ours = Path(__file__).parent / "for_children", Path(__file__).parents[1]
         path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         wanted = [str(folder), *filter(None, path), str(ours)]

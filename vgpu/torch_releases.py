@@ -1,4 +1,4 @@
-"""The supported releases of PyTorch, and everything that the library does differently on some.
+"""The supported releases of PyTorch, and everything the library does differently on some of them.
 
 No other file checks a version. Code that works on every supported release isn't here. The releases
 differ as follows; the code for each difference can be removed along with the release that is named:
@@ -91,7 +91,7 @@ def report_missing(missing: list[str]) -> None:
     _reported.update(names)
     warnings.warn(
         f"{found}: virtual GPUs were tested with torch {_written(OLDEST)} to "
-        f"{_written(NEWEST_TRIED)}, and continue without the features that need that",
+        f"{_written(NEWEST_TRIED)}, and continue without the features that need the missing names",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -113,7 +113,7 @@ SUITES = {
     "torch": torch,
 }
 MARKS = "<!-- measured -->\n", "<!-- /measured -->"
-COLUMNS = "| suite | torch | passed | refused | failed | wrong number | skipped | which |"
+COLUMNS = "| suite | torch | passed | refused | failed | wrong number | skipped | details |"
 
 
 def write_row(row: str) -> None:

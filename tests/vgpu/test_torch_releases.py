@@ -48,7 +48,8 @@ def test_a_newer_torch_warns_once_about_missing_names_and_the_rest_works(monkeyp
     assert [str(one.message) for one in told] == [
         "torch 2.99.0 has no torch.nn.init._no_grad_trunc_normal_, "
         "torch.nn.parallel.distributed._verify_param_shape_across_processes: virtual GPUs were "
-        "tested with torch 2.13 to 2.15, and continue without the features that need that"
+        "tested with torch 2.13 to 2.15, and continue without the features that need the missing "
+        "names"
     ]
     with warnings.catch_warnings(action="error"), vgpu.enable(2):
         pass

@@ -386,7 +386,7 @@ def _one_byte(call: Call) -> int:
 
 
 def _ring_pass(count: int) -> float:
-    """Return the combined fraction of all but one of n equal parts."""
+    """Return the fraction of a tensor in all but one of its n equal parts: (n - 1) / n."""
     return (count - 1) / count
 
 

@@ -273,7 +273,7 @@ class Embedding(nn.Module):
 
 
 class _VocabularyLoss(torch.autograd.Function):
-    """The cross-entropy of logits that are split by vocabulary, kernel by kernel.
+    """The cross-entropy of vocabulary-split logits, computed one kernel at a time.
 
     As in megatron/mpu/cross_entropy.py, there are three all-reduces of one value per token.
     """

@@ -265,10 +265,10 @@ class DeadlockError(ValueError):
 class Times:
     """How long one micro-batch takes in all of a device's layers, in any unit.
 
-    If a device has v chunks, each takes 1 / v of that. A full backward takes the sum of both
-    gradients' times. ``transfer`` is the time from the end of an action until the neighboring stage
-    on another device can use its result. ``by_stage`` has a factor for each stage's forward and
-    backward; if empty, all stages take the same time.
+    If a device has v chunks, each takes 1 / v of that. A full backward takes ``input_gradient +
+    weight_gradient``. ``transfer`` is the time from the end of an action until the neighboring
+    stage on another device can use its result. ``by_stage`` has a factor for each stage's forward
+    and backward; if empty, all stages take the same time.
     """
 
     forward: float = 1

@@ -70,7 +70,7 @@ class _Speed(NamedTuple):
     narrow: float  # for a head width of 64, in the limit of long sequences
     wide: float  # for a head width of 128, in the same limit
     tokens: float  # the sequence length at which the kernel reaches half of these speeds
-    forward: float = 1.0  # the forward pass's own speed, as a multiple of these
+    forward: float = 1.0  # the forward pass's own speed, as a multiple of these speeds
 
 
 class _Measured(NamedTuple):
