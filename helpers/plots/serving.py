@@ -155,7 +155,11 @@ def forwards(
     axes.minorticks_off()
     _label_decades(axes)
     legend_beside(axes, fontsize=9)
-    title(axes, "Few tokens are memory-bound, many compute-bound", f"virtual time, {what}")
+    title(
+        axes,
+        "Passes of few tokens are memory-bound, of many compute-bound",
+        f"virtual time, {what}",
+    )
     first, last = tokens[0], tokens[-1]
     show(
         fig,
