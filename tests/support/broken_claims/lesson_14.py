@@ -78,6 +78,7 @@ BROKEN = [
         "H07",
         "the router sends the same number of tokens to each expert",
         expensive=True,
+        cell="load-proved",
         old="scores, chosen = router(tokens).topk(best)",
         new="scores, chosen = router(tokens).topk(best)\n"
         "    numbers = torch.arange(chosen.numel(), device=tokens.device).view_as(chosen)\n"
@@ -87,6 +88,7 @@ BROKEN = [
         "H07",
         "tokens' gradients stay with the expert",
         expensive=True,
+        cell="moe-run",
         old="return AllToAll.apply(grad, ctx.receives, ctx.sends), None, None",
         new="return grad.new_zeros(sum(ctx.sends), grad.size(1)), None, None",
     ),
