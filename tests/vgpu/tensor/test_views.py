@@ -250,3 +250,12 @@ def test_foreach_increments_versions_so_that_backward_raises(name):
             loss.backward()
         # After an error, autograd's queue keeps unfinished work until the next backward.
         torch.ones((), requires_grad=True).backward()
+
+
+@pytest.mark.parametrize("shape", [(10,), (10, 5)])
+def test_matmul_of_a_batch_writes_to_out(shape):
+    # torch multiplies the batch as one matrix, into a view of out with another shape.
+    left, right = torch.randn(4, 3, 10), torch.randn(shape)
+    out = torch.zeros_like(left @ right, device="vgpu")
+    assert torch.matmul(left.to("vgpu"), right.to("vgpu"), out=out) is out
+    torch.testing.assert_close(out.cpu(), left @ right)
