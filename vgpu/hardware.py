@@ -109,7 +109,7 @@ LINKS: dict[str, Link] = {
         "PCIe 3.0 x16 via the host",
         16 * 8e9 * 128 / 130 / 8 / 2,
         20e-6,
-        "as PCIe 3, with two copies one after the other",
+        "same as PCIe 3, but with two copies, one after the other",
     ),
     "NVLink 1": Link(
         "NVLink 1 (4 links)", 80e9, 5e-6, "NVIDIA Tesla P100 whitepaper", pair_bytes_per_s=20e9
@@ -387,9 +387,9 @@ class Product(NamedTuple):
 _SIDES = ((256, 128), (128, 128), (128, 64), (64, 64), (64, 32), (32, 32))
 TILES = sorted({tile for sides in _SIDES for tile in (sides, sides[::-1])}, reverse=True)
 
-# The L2 cache can feed an A100's tensor cores if they do at least 43 FLOPs per byte, and a V100's
-# at 40 (312 and 125 TFLOP/s; 7.2 and 3.1 TB/s, which is 5120 and 2048 bytes per clock: NVIDIA A100
-# whitepaper). The same is assumed for other GPUs; float32 units need a tenth of that.
+# The L2 cache can feed an A100's tensor cores if they do at least 43 FLOPs per byte, and a V100's if
+# they do at least 40 (312 and 125 TFLOP/s; 7.2 and 3.1 TB/s, which is 5120 and 2048 bytes per clock:
+# NVIDIA A100 whitepaper). The same is assumed for other GPUs; float32 units need a tenth of that.
 _FLOP_PER_BYTE = 43
 
 _STEP = 64  # the smallest part of a sum: how many terms 16-bit kernels process at once

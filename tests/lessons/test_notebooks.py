@@ -122,7 +122,7 @@ def test_figures_have_prose_next_to_them(path):
     cells = lessons.cells(path)
     for index, cell in enumerate(cells):
         if cell.is_code and ("plt.show()" in cell.source or "plots." in cell.source):
-            assert "figure" in cell.tags, f"{cell.id} draws and lacks the tag 'figure'"
+            assert "figure" in cell.tags, f"{cell.id} draws a figure but lacks the tag 'figure'"
             neighbors = cells[max(index - 1, 0) : index + 2]
             assert any(not near.is_code for near in neighbors), f"{cell.id} has no prose next to it"
 
@@ -157,4 +157,4 @@ def test_code_cells_parse_and_download_nothing(path):
         for word in ("download=True", "weights=", "urlopen", "requests.", "!pip", "%pip"):
             assert word not in cell.source, f"{cell.id} would download something: {word}"
         # torch imports optional packages that may warn, such as an old pynvml.
-        assert "-W error" not in cell.source, f"{cell.id}: make warnings errors after the imports"
+        assert "-W error" not in cell.source, f"{cell.id}: turn warnings into errors after the imports"

@@ -205,7 +205,7 @@ def user_call_site(frames: Iterable[tuple[str, int]]) -> CallSite | None:
 
 @cache
 def _is_cell(filename: str) -> bool:
-    # <string> is what python -c runs: it starts a program and calls into its files.
+    # <string> is code run by python -c, which may start a program and call into its files.
     return filename != "<string>" and not os.path.isfile(filename)
 
 

@@ -132,7 +132,7 @@ class StepRecord(EagerDispatchMode):
     parameters), activations (created in the phase "forward", or in a module's forward during
     recomputation), and temporary: the rest, such as gradients of activations, and the optimizer's
     temporary tensors. Anything else that was on the GPU before the step is left out. Sizes are
-    rounded up to multiples of 512 bytes, as in allocators. Memory that an operation allocates and
+    rounded up to multiples of 512 bytes, as allocators do. Memory that an operation allocates and
     frees while it runs isn't seen.
     """
 
@@ -185,7 +185,7 @@ class StepRecord(EagerDispatchMode):
         super().__exit__(*exc_info)
         for hook in self._hooks:
             hook.remove()
-        # Don't keep anything of the step alive.
+        # Don't keep anything from the step alive.
         del self._model, self._optimizer, self._inputs, self._parameters, self._buffers
         self._activations.clear()
         self._measured.clear()
@@ -272,5 +272,5 @@ def _place(tensor: torch.Tensor) -> int:
 
 
 def _size_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's storage, rounded as in allocators."""
+    """Return the bytes of a tensor's storage, rounded up as allocators do."""
     return rounded(tensor.untyped_storage().nbytes())
