@@ -157,7 +157,7 @@ def forwards(
     legend_beside(axes, fontsize=9)
     title(
         axes,
-        "Passes of few tokens are memory-bound, of many compute-bound",
+        "Small passes are memory-bound, large ones compute-bound",
         f"virtual time, {what}",
     )
     first, last = tokens[0], tokens[-1]
@@ -213,7 +213,7 @@ def latency_and_throughput(
     for batch, wait_s, speed in highest:
         if batch in (8, 128):
             look = {"fontsize": 8, "ha": "right", "color": SERIES[0]}
-            axes.annotate(f"{batch}  ", (1e3 * wait_s, speed), va="bottom", **look)
+            axes.annotate(f"{batch} users  ", (1e3 * wait_s, speed), va="bottom", **look)
     first = highest[0]  # the curves start at almost the same point
     place = 1e3 * first[1], first[2]
     axes.annotate("1 user  ", place, fontsize=8, ha="right", va="center")

@@ -157,4 +157,6 @@ def test_code_cells_parse_and_download_nothing(path):
         for word in ("download=True", "weights=", "urlopen", "requests.", "!pip", "%pip"):
             assert word not in cell.source, f"{cell.id} would download something: {word}"
         # torch imports optional packages that may warn, such as an old pynvml.
-        assert "-W error" not in cell.source, f"{cell.id}: turn warnings into errors after the imports"
+        assert "-W error" not in cell.source, (
+            f"{cell.id}: turn warnings into errors after the imports"
+        )

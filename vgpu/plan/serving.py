@@ -303,7 +303,7 @@ def report(server: Server, prompt: int, output: int) -> str:
         "sequences at once",
         "decoding only: time per token",
         "with prompts: time per token",
-        "with prompts: total tokens/s",
+        "with prompts: output tokens/s",
     )
     return "\n\n".join(
         [

@@ -60,7 +60,10 @@ def keys_and_values(answer: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _shapes(cache: dict[str, Any]) -> str:
-    shapes = (f"{name} {tuple(getattr(each, 'shape', ()))}" for name, each in cache.items())
+    shapes = (
+        f"{name} {tuple(each.shape) if isinstance(each, torch.Tensor) else type(each).__name__}"
+        for name, each in cache.items()
+    )
     return ", ".join(shapes) or "nothing"
 
 
