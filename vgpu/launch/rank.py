@@ -302,7 +302,7 @@ def _flush() -> None:
             stream.flush()
 
 
-# Output, which a rank timestamps so that the parent can merge all ranks' chronologically
+# Output, which a rank timestamps so that the parent can merge all ranks' output chronologically
 
 
 class _StampedWriter(io.RawIOBase):

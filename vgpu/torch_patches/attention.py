@@ -7,7 +7,7 @@ first kernel, in torch's order, that's enabled (``torch.nn.attention.sdpa_kernel
 inputs on this GPU; if there's none, it raises an error. On an A100, that's flash attention for
 float16 and bfloat16 without a mask, memory-efficient attention for float32 or with a mask, and the
 math implementation for float64. In place of cuDNN's kernel, one of the other two fused kernels
-runs, which saves as many bytes. Attention that the CPU's fused kernel doesn't support, such as
+runs; it saves as many bytes for backward. Attention that the CPU's fused kernel doesn't support, such as
 attention with dropout, is computed unfused.
 """
 

@@ -153,8 +153,8 @@ def _accumulate(
     batches: list[list[tuple[torch.Tensor, torch.Tensor]]],
     weight: torch.Tensor,
 ) -> tuple[torch.Tensor | None, int, list[tuple[str, int]], int, int]:
-    """On a rank, return the gradient, how often DDP reduced, all collectives, the largest forward,
-    and the most graphs of earlier forwards that were alive during one.
+    """On a rank, return the gradient, the number of DDP's reductions, all collectives, the size of
+    the largest forward, and the most earlier graphs that were still alive during a forward.
     """
     model = WatchedLinear(7, 1, bias=False)
     model.weight.data.copy_(weight)
@@ -209,7 +209,9 @@ def _scale_hint(gradient: torch.Tensor, expected: torch.Tensor, batches: Any) ->
     if torch.allclose(ratios, torch.full_like(ratios, factor), rtol=1e-3):
         total = sum(len(x) for of_rank in batches for x, _ in of_rank)
         known = {1 / len(batches): "DDP divides by the number of ranks."}
-        known[total] = known[total / len(batches)] = "Divide the sum by the number of all samples."
+        known[total] = known[total / len(batches)] = (
+            "Divide the sum by the total number of samples."
+        )
         for value, hint in known.items():
             if abs(factor / value - 1) < 1e-3:
                 return f"The gradient is {factor:.3g} times the right one. {hint}"

@@ -57,7 +57,7 @@ def test_plots_show_figures_only_through_style_show(path):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "plt.show"
     ]
-    assert not bare, f"{path.name} calls plt.show in lines {bare}: use style.show"
+    assert not bare, f"{path.name} calls plt.show on lines {bare}: use style.show"
 
 
 @pytest.mark.parametrize("path", lessons.NOTEBOOKS, ids=lambda path: path.stem)

@@ -88,7 +88,7 @@ WRONG = {
             _ACCUMULATE.format(before=_TOTAL, loss=f"{_SUM} / total.item()"),
             "DDP divides by the number of ranks",
         ),
-        (_ACCUMULATE.format(before=_TOTAL, loss=_SUM), "by the number of all samples"),
+        (_ACCUMULATE.format(before=_TOTAL, loss=_SUM), "by the total number of samples"),
         (
             _ACCUMULATE.format(before=f"{_TOTAL}; dist.barrier()", loss=_RIGHT).replace(
                 "dist.barrier()", "dist.all_reduce(torch.ones(3))"
