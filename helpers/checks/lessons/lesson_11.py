@@ -313,7 +313,7 @@ def _judge_choice(yours: Any, layers: Sequence[int], budget: int, fits: Sequence
 
 
 def _run_stages(layers: Sequence[int], chosen: set[int]) -> tuple[int, int]:
-    """Return a real step's peak bytes with these stages checkpointed, and the layers rerun."""
+    """Return a step's peak bytes with these stages checkpointed, and the number of layers rerun."""
     (gpu,) = devices.lab(1)
     calls = [0]
 
