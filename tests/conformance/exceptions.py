@@ -23,7 +23,7 @@ UNINITIALIZED = {
     "new_empty_strided",
 }
 
-# Operators whose results are laid out as CUDA's kernels do it, not the CPU's.
+# Operators whose results, if queries and keys differ in number, are laid out as by CUDA's kernels.
 CUDA_LAYOUT = {"nn.functional.scaled_dot_product_attention"}
 
 # Operators whose tensor arguments must be on the CPU, even for CUDA tensors.

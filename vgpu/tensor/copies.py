@@ -110,9 +110,10 @@ def _is_same_view(target: torch.Tensor, source: torch.Tensor) -> bool:
 def _are_same_values(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether a copy would write each value back to where it was read.
 
-    torch's C++ code (matmul with ``out=``) skips such a copy if both tensors share their storage,
-    even if their shapes differ. It can't see the storage of virtual tensors, and the CPU's
-    ``copy_`` raises an error if shapes, or strides in a dimension of size 1, differ.
+    torch's C++ code (matmul with ``out=``) skips such a copy if both tensors share their storage:
+    the source may be the target with its batch dimensions folded into one. C++ can't see the
+    storage of virtual tensors, and the CPU's ``copy_`` raises an error if the shapes differ, or
+    the strides in a dimension of size 1.
     """
     if type(target) is not VirtualTensor or type(source) is not VirtualTensor:
         return False
@@ -121,7 +122,8 @@ def _are_same_values(target: torch.Tensor, source: torch.Tensor) -> bool:
         to.layout is of.layout is torch.strided
         and to.data_ptr() == of.data_ptr()
         and to.dtype is of.dtype
-        and to.numel() == of.numel() > 0
+        and of.size() in (to.size(), to.flatten(0, max(0, to.dim() - of.dim())).size())
+        and to.numel() > 0
         and to.is_contiguous()
         and of.is_contiguous()
         and to.is_conj() == of.is_conj()

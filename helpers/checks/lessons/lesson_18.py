@@ -120,27 +120,20 @@ def cache_of_one_gpu(answer: Callable[..., Any]) -> dict[str, Any]:
 
 def _hint_for_bytes(found: float, right: int, sizes: TransformerSizes, tp: int, bits: int) -> str:
     group = sizes.heads // sizes.key_value_heads
-    copies = max(1, tp // sizes.key_value_heads)
-    whole_heads = {
-        "A GPU holds whole heads, so several GPUs may hold the same head.": right / copies
-    }
+    copies = tp // sizes.key_value_heads
+    if copies > 1 and found in (0, right / copies):
+        return "A GPU holds whole heads, so several GPUs may hold the same head."
+    if bits < 8 and found == 0:
+        return f"With {bits} bits, bits // 8 is 0: multiply everything first, then divide by 8."
     wrong = {
-        **(whole_heads if tp > sizes.key_value_heads else {}),
         "Keys and values: two elements, not one.": right / 2,
         "That's for all GPUs together; each has only some of the heads.": right * tp,
         "The cache holds key-value heads, and there are fewer of them than query heads.": right
         * group,
         "An element with that many bits has bits / 8 bytes.": right * 8,
-        **(
-            {"With 4 bits, bits // 8 is 0: multiply everything first, then divide by 8.": 0}
-            if bits < 8
-            else {}
-        ),
         "An element takes as many bits as given, not always 16.": right * 16 / bits,
         "Every layer has its own cache.": right / sizes.layers,
     }
-    if found == 0 and tp > sizes.key_value_heads:
-        return next(iter(whole_heads))
     return hint_by_value(
         found, {hint: value for hint, value in wrong.items() if value != right},
         "2 · layers · heads on this GPU · head width · sequences · tokens · bits / 8.", 1e-6,

@@ -259,3 +259,9 @@ def test_matmul_of_a_batch_writes_to_out(shape):
     out = torch.zeros_like(left @ right, device="vgpu")
     assert torch.matmul(left.to("vgpu"), right.to("vgpu"), out=out) is out
     torch.testing.assert_close(out.cpu(), left @ right)
+
+
+def test_a_copy_to_the_same_memory_in_another_shape_is_rejected():
+    x = torch.arange(12.0, device="vgpu").view(4, 3)
+    with pytest.raises(RuntimeError):
+        x.copy_(x.view(3, 4))
