@@ -1,6 +1,6 @@
 """Figures for meshes: groups of GPUs, shards of matrices, work in a ring, and load on experts."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -155,12 +155,10 @@ def held(
     tensors: Sequence[tuple[str, str, int, int, str]],
     gpus: int,
     message: str,
-    new_rows: Collection[str] = (),
 ) -> None:
     """Draw matrices, a row per GPU: the full matrix is outlined, and the GPU's own part is colored.
 
-    A matrix that is the same on each GPU is gray. ``new_rows`` has the names of those whose last
-    row was just added, and is drawn darker. For ``tensors``, see ``Held``.
+    A matrix that is the same on each GPU is gray. For ``tensors``, see ``Held``.
     """
     drawn = [Held(*tensor) for tensor in tensors]
     scale = 1.4 / max(max(tensor.rows, tensor.columns) for tensor in drawn)
@@ -178,7 +176,7 @@ def held(
         axes.text(0.0, middle, f"GPU {gpu}", va="center")
         for left, tensor in zip(places, drawn, strict=True):
             axes.text(left - 0.12, middle, tensor.before, ha="right", va="center")
-            _matrix(axes, left, middle, scale, tensor, gpu, gpus, tensor.name in new_rows)
+            _matrix(axes, left, middle, scale, tensor, gpu, gpus)
     for left, tensor in zip(places, drawn, strict=True):
         center = left + scale * tensor.columns / 2
         axes.text(center, -height / 2 - 0.22, tensor.name, ha="center", fontsize=9)
@@ -188,17 +186,14 @@ def held(
     said = {WHOLE: "gray: the same on each GPU", PARTIAL: "hatched: part of a sum"}
     parts = [tensor.part for tensor in drawn]
     keys = ["colored: the GPU's own part", *(said[part] for part in said if part in parts)]
-    keys += ["dark: the new row"] if new_rows else []
     title(axes, message, "; ".join(keys))
     summary = ", ".join(
         f"{tensor.name} ({tensor.rows} by {tensor.columns}) {_SAID[tensor.part]}"
         for tensor in drawn
     )
-    added = f" The last row of {' and '.join(new_rows)} is new." if new_rows else ""
     show(
         fig,
-        f"A row for each of {gpus} GPUs. {message}. Each GPU holds, from left to right: {summary}."
-        f"{added}",
+        f"A row for each of {gpus} GPUs. {message}. Each GPU holds, from left to right: {summary}.",
     )
 
 
@@ -210,7 +205,6 @@ def _matrix(
     tensor: Held,
     gpu: int,
     gpus: int,
-    new_row: bool,
 ) -> None:
     width, height = scale * tensor.columns, scale * tensor.rows
     top = middle - height / 2
@@ -223,5 +217,3 @@ def _matrix(
     hatch = "////" if tensor.part == PARTIAL else None
     color = _REPLICATED if tensor.part == WHOLE else RANK_COLORS[gpu]
     axes.add_patch(Rectangle((x, y), w, h, fc=color, ec="#444444", lw=0.8, hatch=hatch, alpha=0.9))
-    if new_row:  # of all rows, which only "whole", "columns" and "partial" have
-        axes.add_patch(Rectangle((x, y + h - scale), w, scale, fc="#333333", ec="#444444", lw=0.8))

@@ -10,14 +10,15 @@ from vgpu.plan.transformer import LLAMA
 from vgpu.tables import Table
 from vgpu.units import format_bytes, format_seconds
 
-GPUS, CONTEXTS = (1, 2, 4, 8, 16), (1024, 8192, 65_536)
+GPUS, COUNTS, CONTEXTS = ("H100", "H200", "B200"), (1, 2, 4, 8, 16), (1024, 8192, 65_536)
 NUMBERS = {"bfloat16": 16, "float8": 8}
 
 
-def server_of(model: str, gpus: int, numbers: str) -> Server:
-    """Return a server on H100s, tensor-parallel within a host of eight; 16 GPUs form two stages."""
-    bits = NUMBERS[numbers]
-    return Server(LLAMA[model], min(gpus, 8), max(1, gpus // 8), weight_bits=bits, cache_bits=bits)
+def server_of(model: str, gpu: str, count: int, numbers: str) -> Server:
+    """Return a server, tensor-parallel within a host of eight GPUs; 16 form two stages."""
+    bits, stages = NUMBERS[numbers], max(1, count // 8)
+    server = Server(LLAMA[model], min(count, 8), stages, weight_bits=bits, cache_bits=bits)
+    return server.with_costs(gpu=gpu)
 
 
 def batches_of(server: Server, context: int) -> list[tuple[int, float, float]]:
@@ -47,17 +48,17 @@ def server_table(server: Server, context: int) -> Table:
     )
 
 
-def show_server(model: str, gpus: int, numbers: str, context: int) -> None:
+def show_server(model: str, gpu: str, count: int, numbers: str, context: int) -> None:
     """Draw tokens/s against time per token, or say that nothing fits; then show a table."""
-    server = server_of(model, gpus, numbers)
+    server = server_of(model, gpu, count, numbers)
+    place = f"{count} {gpu}{'s' if count > 1 else ''}"
     if points := batches_of(server, context):
         plots.latency_and_throughput(
             {f"{context:,} tokens": points},
-            f"Llama {model} in {numbers} on {gpus} H100{'s' if gpus > 1 else ''}",
+            f"Llama {model} in {numbers} on {place}",
             "virtual time, decoding only; numbers: batch size",
         )
     else:
-        place = f"{gpus} H100{'s' if gpus > 1 else ''}"
         print(f"Llama {model} in {numbers} leaves no room for {context:,} tokens on {place}.")
     display(server_table(server, context))
 
@@ -68,7 +69,8 @@ def serving_explorer() -> ipywidgets.Widget:
         show_server,
         {
             "model": ipywidgets.Dropdown(options=list(LLAMA), value="70B", description="Llama"),
-            "gpus": steps("H100s", GPUS, 4),
+            "gpu": ipywidgets.Dropdown(options=GPUS, description="GPU"),
+            "count": steps("GPUs", COUNTS, 4),
             "numbers": ipywidgets.Dropdown(options=list(NUMBERS), description="format"),
             "context": steps("tokens of context", CONTEXTS, 8192),
         },

@@ -1,4 +1,4 @@
-"""Checks for lesson 18: the cache and its bytes, a split vocabulary, a batch, a fair schedule."""
+"""Checks for lesson 18: a cache, a batch, a split vocabulary, a cache's bytes, a fair schedule."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -84,60 +84,66 @@ def _hint_for_cache(
     return "All tokens of this layer so far, each once: first what cache has, then the new ones."
 
 
-@exercise("18.2", "One GPU's cache")
-def cache_of_one_gpu(answer: Callable[..., Any]) -> dict[str, Any]:
-    shown = {}
-    for name, tp, bits in (("8B", 1, 16), ("70B", 4, 8), ("405B", 16, 16), ("70B", 8, 4)):
-        sizes = replace(LLAMA[name], layers=random.randint(20, 90))
-        sequences, tokens = random.randint(2, 60), random.randint(100, 9000)
-        server = Server(sizes, tp)  # in bfloat16
-        right = server.cache_bytes_per_token * sequences * tokens * bits // 16
+@exercise("18.2", "The largest batch within a latency limit")
+def largest_batch_within_a_limit(answer: Callable[..., Any]) -> dict[str, Any]:
+    gib, shown = 2**30, {}
+    cases = {
+        "time is short": (0.02, 2000, 33 * gib, 80 * 2**10, 72 * gib),
+        "memory is short": (0.2, 2000, 66 * gib, 160 * 2**10, 72 * gib),
+        "too slow for even one": (0.010, 2000, 33 * gib, 80 * 2**10, 72 * gib),
+        "does not fit": (0.2, 2000, 131 * gib, 320 * 2**10, 72 * gib),
+    }
+    for name, (limit_s, context, weight_bytes, cache_bytes, memory_bytes) in cases.items():
+        context += random.randint(0, 100)
+        bytes_per_s = 0.8 * 3.35e12
+        time_bytes = limit_s * bytes_per_s - weight_bytes
+        room_bytes = memory_bytes - weight_bytes
+        each = cache_bytes * context
+        right = max(0, int(min(time_bytes, room_bytes) // each))
         given = (
-            f"layers: {sizes.layers}, key-value heads: {sizes.key_value_heads}, head width: "
-            f"{sizes.head_width}, {sequences} sequences of {tokens} tokens, {bits} bits, tp {tp}"
+            f"{format_seconds(limit_s)}, {context} tokens, weights {format_bytes(weight_bytes)}, "
+            f"cache {format_bytes(cache_bytes)} per token, {format_bytes(memory_bytes)}, 2.68 TB/s"
         )
         with for_input(given):
-            found = answer(sizes, sequences, tokens, bits, tp)
-            expect_number(found, "a number of bytes", "Return a product of integers.")
-            if isinstance(found, float) and found == right:
-                hint = "The number is right; make it an integer, with //."
-                raise Wrong(yours=repr(found), expected=repr(right), hint=hint)
-            expect_equal(found, right, hint=_hint_for_bytes(found, right, sizes, tp, bits))
-        shown[f"Llama {name}'s heads, {sizes.layers} layers, {bits} bits, tp {tp}"] = (
-            f"{format_bytes(right)} for {sequences} sequences of {tokens:,} tokens"
-        )
-    fits = {}  # the question that the exercise asks
-    for gpus, bits, format_name in ((4, 16, "bfloat16"), (8, 8, "float8")):
-        server = Server(LLAMA["70B"], gpus, weight_bits=bits, cache_bits=bits)
-        caches = answer(server.sizes, 100, 16_000, bits, gpus)
-        room = server.cache_tokens * server.cache_bytes_per_token
-        fits[f"100 users with 16,000 tokens, 70B in {format_name} on {gpus} H100s"] = (
-            f"{'yes' if caches <= room else 'no'}: {format_bytes(caches)} on each GPU, where the weights "
-            f"leave {format_bytes(room)}"
-        )
-    return {**fits, **shown}
+            found = answer(limit_s, context, weight_bytes, cache_bytes, memory_bytes, bytes_per_s)
+            expect_number(found, "a number of sequences", "Return how many.")
+            expect_equal(
+                found, right, hint=_hint_for_batch(found, right, time_bytes, room_bytes, each)
+            )
+        shown[name] = f"{right} sequences of {context} tokens within {format_seconds(limit_s)}"
+    shown["kernel by kernel"] = _kernel_by_kernel(bytes_per_s)
+    return shown
 
 
-def _hint_for_bytes(found: float, right: int, sizes: TransformerSizes, tp: int, bits: int) -> str:
-    group = sizes.heads // sizes.key_value_heads
-    copies = tp // sizes.key_value_heads
-    if copies > 1 and found in (0, right / copies):
-        return "A GPU holds whole heads, so several GPUs may hold the same head."
-    if bits < 8 and found == 0:
-        return f"With {bits} bits, bits // 8 is 0: multiply everything first, then divide by 8."
-    wrong = {
-        "Keys and values: two elements, not one.": right / 2,
-        "That's for all GPUs together; each has only some of the heads.": right * tp,
-        "The cache holds key-value heads, and there are fewer of them than query heads.": right
-        * group,
-        "An element with that many bits has bits / 8 bytes.": right * 8,
-        "An element takes as many bits as given, not always 16.": right * 16 / bits,
-        "Every layer has its own cache.": right / sizes.layers,
-    }
-    return hint_by_value(
-        found, {hint: value for hint, value in wrong.items() if value != right},
-        "2 · layers · heads on this GPU · head width · sequences · tokens · bits / 8.", 1e-6,
-    )  # fmt: skip
+def _kernel_by_kernel(bytes_per_s: float) -> str:
+    """What the estimate of "time is short" leaves out, on the server that it describes."""
+    server = Server(LLAMA["70B"], 4)
+    batch = server.most_sequences(2000)
+    while server.decode_s(batch, 2000) > 0.02:
+        batch -= 1
+    alone_s, read_s = server.decode_s(1, 2000), server.weight_bytes / bytes_per_s
+    left_bytes = 0.02 * bytes_per_s - server.weight_bytes
+    estimate = int(left_bytes // (2000 * server.cache_bytes_per_token))
+    return (
+        f"Llama 70B on four H100s, 20 ms: only {batch} sequences of 2000 tokens, not the {estimate} of this "
+        f"estimate. One user's token takes "
+        f"{format_seconds(alone_s)}, not the {format_seconds(read_s)} of reading the weights: all-reduces "
+        "and small kernels take the rest, which grows with every sequence"
+    )
+
+
+def _hint_for_batch(
+    found: float, right: int, time_bytes: float, room_bytes: float, each: float
+) -> str:
+    if found < 0:
+        return "If the weights alone don't fit, or can't be read in time, the answer is 0."
+    if found in (time_bytes / each, room_bytes / each) or right < found <= right + 1:
+        return "Round down: one more sequence would be too late, or wouldn't fit."
+    if found == int(time_bytes // each) > right:
+        return "That many are fast enough, but their caches don't fit in memory."
+    if found == max(0, int(room_bytes // each)) > right:
+        return "That many fit, but reading their caches takes longer than the limit."
+    return "A step reads the weights once, and each sequence's cache. All of it must fit in memory."
 
 
 @exercise("18.3", "Draw from a split vocabulary")
@@ -200,66 +206,60 @@ def _hint_for_draw(drawn: Any, expected: torch.Tensor, bests: torch.Tensor, word
     return "Take the largest of logits + noise on each rank, then the largest of those."
 
 
-@exercise("18.4", "The largest batch within a latency limit")
-def largest_batch_within_a_limit(answer: Callable[..., Any]) -> dict[str, Any]:
-    gib, shown = 2**30, {}
-    cases = {
-        "time is short": (0.02, 2000, 33 * gib, 80 * 2**10, 72 * gib),
-        "memory is short": (0.2, 2000, 66 * gib, 160 * 2**10, 72 * gib),
-        "too slow for even one": (0.010, 2000, 33 * gib, 80 * 2**10, 72 * gib),
-        "does not fit": (0.2, 2000, 131 * gib, 320 * 2**10, 72 * gib),
-    }
-    for name, (limit_s, context, weight_bytes, cache_bytes, memory_bytes) in cases.items():
-        context += random.randint(0, 100)
-        bytes_per_s = 0.8 * 3.35e12
-        time_bytes = limit_s * bytes_per_s - weight_bytes
-        room_bytes = memory_bytes - weight_bytes
-        each = cache_bytes * context
-        right = max(0, int(min(time_bytes, room_bytes) // each))
+@exercise("18.4", "One GPU's cache")
+def cache_of_one_gpu(answer: Callable[..., Any]) -> dict[str, Any]:
+    shown = {}
+    for name, tp, bits in (("8B", 1, 16), ("70B", 4, 8), ("405B", 16, 16), ("70B", 8, 4)):
+        sizes = replace(LLAMA[name], layers=random.randint(20, 90))
+        sequences, tokens = random.randint(2, 60), random.randint(100, 9000)
+        server = Server(sizes, tp)  # in bfloat16
+        right = server.cache_bytes_per_token * sequences * tokens * bits // 16
         given = (
-            f"{format_seconds(limit_s)}, {context} tokens, weights {format_bytes(weight_bytes)}, "
-            f"cache {format_bytes(cache_bytes)} per token, {format_bytes(memory_bytes)}, 2.68 TB/s"
+            f"layers: {sizes.layers}, key-value heads: {sizes.key_value_heads}, head width: "
+            f"{sizes.head_width}, {sequences} sequences of {tokens} tokens, {bits} bits, tp {tp}"
         )
         with for_input(given):
-            found = answer(limit_s, context, weight_bytes, cache_bytes, memory_bytes, bytes_per_s)
-            expect_number(found, "a number of sequences", "Return how many.")
-            expect_equal(
-                found, right, hint=_hint_for_batch(found, right, time_bytes, room_bytes, each)
-            )
-        shown[name] = f"{right} sequences of {context} tokens within {format_seconds(limit_s)}"
-    shown["kernel by kernel"] = _kernel_by_kernel(bytes_per_s)
-    return shown
+            found = answer(sizes, sequences, tokens, bits, tp)
+            expect_number(found, "a number of bytes", "Return a product of integers.")
+            if isinstance(found, float) and found == right:
+                hint = "The number is right; make it an integer, with //."
+                raise Wrong(yours=repr(found), expected=repr(right), hint=hint)
+            expect_equal(found, right, hint=_hint_for_bytes(found, right, sizes, tp, bits))
+        shown[f"Llama {name}'s heads, {sizes.layers} layers, {bits} bits, tp {tp}"] = (
+            f"{format_bytes(right)} for {sequences} sequences of {tokens:,} tokens"
+        )
+    fits = {}  # the question that the exercise asks
+    for gpus, bits, format_name in ((4, 16, "bfloat16"), (8, 8, "float8")):
+        server = Server(LLAMA["70B"], gpus, weight_bits=bits, cache_bits=bits)
+        caches = answer(server.sizes, 100, 16_000, bits, gpus)
+        room = server.cache_tokens * server.cache_bytes_per_token
+        fits[f"100 users with 16,000 tokens, 70B in {format_name} on {gpus} H100s"] = (
+            f"{'yes' if caches <= room else 'no'}: {format_bytes(caches)} on each GPU, where the weights "
+            f"leave {format_bytes(room)}"
+        )
+    return {**fits, **shown}
 
 
-def _kernel_by_kernel(bytes_per_s: float) -> str:
-    """What the estimate of "time is short" leaves out, on the server that it describes."""
-    server = Server(LLAMA["70B"], 4)
-    batch = server.most_sequences(2000)
-    while server.decode_s(batch, 2000) > 0.02:
-        batch -= 1
-    alone_s, read_s = server.decode_s(1, 2000), server.weight_bytes / bytes_per_s
-    left_bytes = 0.02 * bytes_per_s - server.weight_bytes
-    estimate = int(left_bytes // (2000 * server.cache_bytes_per_token))
-    return (
-        f"Llama 70B on four H100s, 20 ms: only {batch} sequences of 2000 tokens, not the {estimate} of this "
-        f"estimate. One user's token takes "
-        f"{format_seconds(alone_s)}, not the {format_seconds(read_s)} of reading the weights: all-reduces "
-        "and small kernels take the rest, which grows with every sequence"
-    )
-
-
-def _hint_for_batch(
-    found: float, right: int, time_bytes: float, room_bytes: float, each: float
-) -> str:
-    if found < 0:
-        return "If the weights alone don't fit, or can't be read in time, the answer is 0."
-    if found in (time_bytes / each, room_bytes / each) or right < found <= right + 1:
-        return "Round down: one more sequence would be too late, or wouldn't fit."
-    if found == int(time_bytes // each) > right:
-        return "That many are fast enough, but their caches don't fit in memory."
-    if found == max(0, int(room_bytes // each)) > right:
-        return "That many fit, but reading their caches takes longer than the limit."
-    return "A step reads the weights once, and each sequence's cache. All of it must fit in memory."
+def _hint_for_bytes(found: float, right: int, sizes: TransformerSizes, tp: int, bits: int) -> str:
+    group = sizes.heads // sizes.key_value_heads
+    copies = tp // sizes.key_value_heads
+    if copies > 1 and found in (0, right / copies):
+        return "A GPU holds whole heads, so several GPUs may hold the same head."
+    if bits < 8 and found == 0:
+        return f"With {bits} bits, bits // 8 is 0: multiply everything first, then divide by 8."
+    wrong = {
+        "Keys and values: two elements, not one.": right / 2,
+        "That's for all GPUs together; each has only some of the heads.": right * tp,
+        "The cache holds key-value heads, and there are fewer of them than query heads.": right
+        * group,
+        "An element with that many bits has bits / 8 bytes.": right * 8,
+        "An element takes as many bits as given, not always 16.": right * 16 / bits,
+        "Every layer has its own cache.": right / sizes.layers,
+    }
+    return hint_by_value(
+        found, {hint: value for hint, value in wrong.items() if value != right},
+        "2 · layers · heads on this GPU · head width · sequences · tokens · bits / 8.", 1e-6,
+    )  # fmt: skip
 
 
 BUDGET = 256

@@ -42,17 +42,19 @@ patch("vgpu.plan.serving.Server.decode_s", lambda self, batch, context: batch * 
         "K05",
         "every rank has the first rank's heads",
         expensive=True,
-        old="for layer in (a.query, a.key, a.value, f.gate, f.up):\n"
-        "            layer.weight = nn.Parameter(layer.weight.detach().chunk(parts, 0)[part].clone())",
-        new="for layer in (a.query, a.key, a.value, f.gate, f.up):\n"
-        "            layer.weight = nn.Parameter(layer.weight.detach().chunk(parts, 0)[0].clone())",
+        old="        parallelize_module(block, mesh, SPLIT)  # folded",
+        new="        for layer in (block.attention.query, block.attention.key, block.attention.value):\n"
+        "            layer.weight.copy_(layer.weight[: layer.out_features // world_size].repeat(world_size, 1))\n"
+        "        parallelize_module(block, mesh, SPLIT)  # folded",
     ),
     Broken(
         "K06",
         "the cache is gathered, too",
         expensive=True,
-        old="    dist.all_reduce(part)\n    return part\n\n\ndef on_ranks",
-        new="    dist.all_reduce(part)\n    dist.all_reduce(part.clone())\n    return part\n\n\ndef on_ranks",
+        old="        new = drawn(forward(model, new, caches), seeded)",
+        new="        new = drawn(forward(model, new, caches), seeded)\n"
+        "        if dist.is_initialized():\n"
+        "            dist.all_reduce(caches[0]['key'].clone())",
     ),
     Broken(
         "K07",
@@ -113,7 +115,7 @@ patch("vgpu.plan.serving.Server.decode_s", lambda self, *a: whole_s(self, *a) / 
         "K13",
         "the server keeps its first weights",
         expensive=True,
-        old="copy.copy_(parameter.to_local() if isinstance(parameter, DTensor) else parameter)",
+        old="local(copy).copy_(local(parameter))",
         new="pass",
     ),
 ]
