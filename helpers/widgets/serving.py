@@ -74,4 +74,5 @@ def serving_explorer() -> ipywidgets.Widget:
             "numbers": ipywidgets.Dropdown(options=list(NUMBERS), description="format"),
             "context": steps("tokens of context", CONTEXTS, 8192),
         },
+        few={"gpu": ("H100",)},
     )

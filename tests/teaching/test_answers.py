@@ -74,7 +74,7 @@ def test_the_error_for_a_failed_answer_names_its_values():
         (lambda: tensor_parallel.layer_explorer(None), 5 * 5 * 3),
         (mesh.mesh_explorer, 3 * 3 * 3 * 2 * 2),
         (layouts.layout_explorer, 3 * 2 * 3 * 2 * 2),
-        (serving.serving_explorer, 3 * 3 * 5 * 2 * 3),
+        (serving.serving_explorer, 3 * 5 * 2 * 3),
     ],
     ids=["10", "11", "12", "13", "14", "15", "18"],
 )
