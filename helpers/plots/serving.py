@@ -107,7 +107,7 @@ def memory_of_servers(
     title(
         axes,
         message,
-        f"computed from sizes; dashed: the {room} that may be used; orange: over the limit",
+        f"per GPU, computed from sizes; dashed: the {room} that may be used; orange: over it",
     )
     summary = "; ".join(
         f"{name}, {kind}: {format_bytes(sum(sizes))}"
@@ -260,7 +260,7 @@ def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]], wh
     legend_beside(panels[-1], fontsize=9)
     headline(
         fig,
-        "Long waits with static batches, long gaps with unchunked prompts",
+        "Long waits with static batches, long gaps with whole prompts",
         "virtual time, 95th percentile over users",
     )
     summary = "; ".join(
