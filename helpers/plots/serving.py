@@ -144,6 +144,8 @@ def forwards(
     crossing = tokens[0] * memory_s / arithmetic_s[tokens[0]]  # arithmetic grows with the tokens
     axes.plot([crossing], [1e3 * memory_s], "o", ms=7, mfc="white", color=COLORS["black"], zorder=3)
     text_near(axes, f"{crossing:.0f} tokens", (crossing, 1e3 * memory_s), (7, -13), fontsize=9)
+    text_near(axes, "decoding", (tokens[0], 1e3 * times_s[tokens[0]]), (-3, 8), fontsize=9)
+    text_near(axes, "prefill", (tokens[-1], 1e3 * times_s[tokens[-1]]), (-46, -3), fontsize=9)
     axes.set(
         xscale="log",
         yscale="log",
@@ -201,7 +203,7 @@ def latency_and_throughput(
                 x, y = (a * (b / a) ** share for a, b in zip(low, high, strict=True))
                 axes.plot(1e3 * x, y, "|", ms=16, mew=2, color="black")
                 look = {"color": color, "fontsize": 8}
-                label = f"{bend:.0f} users: {what}\n= reading the weights"
+                label = f"{bend:.0f} users: {what}\ntakes as long as the weights"
                 text_near(axes, label, (1e3 * x, y), (5, offset), **look)
     circled = [
         (1e3 * s, speed) for points in curves.values() for n, s, speed in points if n == marked
