@@ -26,7 +26,7 @@ REPEATS = 15
 
 
 def make_stages() -> list[nn.Module]:
-    """Two equal stages, with the same weights in every process."""
+    """Two stages of the same size, with the same weights in every process."""
     torch.manual_seed(0)
     return [
         nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)])

@@ -159,8 +159,8 @@ def held(
 ) -> None:
     """Draw matrices, a row per GPU: the full matrix is outlined, and the GPU's own part is colored.
 
-    A matrix that is the same on each GPU is gray. ``new_rows`` has the names of those whose last
-    row was just added, and is drawn darker. For ``tensors``, see ``Held``.
+    A matrix that is the same on each GPU is gray. ``new_rows`` names the matrices whose
+    last row was just added; that row is drawn darker. For ``tensors``, see ``Held``.
     """
     drawn = [Held(*tensor) for tensor in tensors]
     scale = 1.4 / max(max(tensor.rows, tensor.columns) for tensor in drawn)
