@@ -121,7 +121,7 @@ _SEARCH = {
     "sequences": "maximum number of sequences per step, across all GPUs",
 }
 _COSTS = {"arithmetic_share": "arithmetic_share", "compile": "fuses", "async_tp": "async_tp"}
-"""The options that are costs, with the names that ``predict`` has for them."""
+"""The options for costs, with the names that ``predict`` uses for them."""
 _SEARCHED = ("batch", "recompute", "reshard_after_forward", "trace")
 """Options that can't be combined with ``--search``."""
 _SERVE = {

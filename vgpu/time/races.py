@@ -114,7 +114,7 @@ class Accesses:
     def _races(self, name: str, stream: RecordedStream, before: Enqueued) -> bool:
         """Report a race if the stream's next operation may start before ``before`` has finished.
 
-        Returns whether it may. In a backward pass, the stream waits instead.
+        Returns whether there's a race. In a backward pass, the stream waits instead.
         """
         if not self._is_of_this(before) or self._program.happens_before(before, stream):
             return False
