@@ -32,7 +32,7 @@ _NESTED_ENCODER = (
     "in evaluation mode, without gradients and with src_key_padding_mask, nn.TransformerEncoder "
     "converts its input to a nested tensor, and nested tensors are not supported on virtual GPUs: "
     "create the encoder with enable_nested_tensor=False. Ignore its output at padded positions, "
-    "where a nested tensor leaves zeros; elsewhere it is the same"
+    "where a nested tensor leaves zeros; elsewhere, it is the same"
 )
 _QUANTIZED = "quantized tensors are not supported on virtual GPUs: quantize on the CPU"
 _FORWARD_MODE = (

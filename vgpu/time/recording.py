@@ -271,7 +271,7 @@ class Recording:
     # Copies
 
     def before_copy(self, source: torch.Tensor) -> torch.Tensor:
-        """Report races; return what to copy: ``source``, or garbage if it isn't written yet."""
+        """Report races; return what to copy: ``source``, or garbage if it's read too early."""
         if not isinstance(source, VirtualTensor) or gpu_of(source) is None:
             return source
         stream, host = self.call_sites.of("copy", source._gpu, note=False)

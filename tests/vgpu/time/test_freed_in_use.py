@@ -158,7 +158,7 @@ def outlive_or_predate_the_recording(main, side, before):
 
 
 def use_new_memory_elsewhere(main, side, before, waits=False):
-    eight().neg()  # `room` may reuse its memory while that is still being written
+    eight().neg()  # `room` may reuse this memory while it's still being written
     room = torch.empty_like(before[0])
     if waits:
         side.wait_stream(main)
