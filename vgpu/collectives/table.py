@@ -503,8 +503,8 @@ COLLECTIVES: dict[str, Collective] = {
         sent_share=lambda count: 0.0,
         seconds=_send,
     ),
-    # Not a function of torch, but the simulator's step around a ring: each GPU sends to one and
-    # receives from one.
+    # Not a function of torch, but the simulator's step around a ring: each GPU sends to one
+    # neighbor and receives from the other.
     "permute": Collective(
         operators={},
         size_bytes=_inputs,

@@ -223,7 +223,7 @@ class Ending:
         self._in_background: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta) -> bool:
-        """Wait as ``Work.wait`` does; without a timeout, the group's applies."""
+        """Wait as ``Work.wait`` does; without a timeout, the group's timeout applies."""
         self.wait_for_values(timeout)
         self.waiting()
         if self._is_send:

@@ -11,7 +11,7 @@ block that is freed while another stream may still use it, without ``record_stre
 that uses new memory without waiting for the stream on which it was allocated.
 
 Three kinds aren't detected: races with allocations, writes or reads from before the recording; a
-host that reads the result of a copy before it has finished; and a backward hook that switches to a
+host that reads a copy's result before the copy has finished; and a backward hook that switches to a
 stream that doesn't wait for the gradient.
 """
 
