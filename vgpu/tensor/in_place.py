@@ -326,7 +326,7 @@ def _accumulates(tensor: torch.Tensor) -> Node:
 
 
 def _refuse_backward(node: Node) -> None:
-    """Make existing graphs raise an error, not accumulate gradients into the old contents."""
+    """Make existing graphs raise an error; gradients would go to the old contents."""
 
     def refuse(grad_outputs: Any) -> None:
         raise RuntimeError(
