@@ -33,7 +33,7 @@ WRONG = {
         (_order(warm="3 - stage"), "These rows aren't a schedule"),
     ],
     "10.2": [
-        # The same number of layers each.
+        # The same number of layers in each stage.
         (
             _CUT.format(
                 "each = count // devices; return [each] * (devices - 1) + "
