@@ -108,8 +108,8 @@ def _compare(yours: Any, given: Any, device: torch.device, place: str) -> None:
         keys = list(given) if keyed else range(len(given))
         if (list(yours) if keyed else range(len(yours))) != keys:
             raise Wrong(
-                yours=f"{place} has {f'the keys {list(yours)}' if keyed else f'{len(yours)} entries'}",
-                expected=f"the keys {keys}" if keyed else f"{len(given)} entries",
+                yours=f"{place} has {f'the keys {list(yours)}' if keyed else f'length {len(yours)}'}",
+                expected=f"the keys {keys}" if keyed else f"length {len(given)}",
                 hint="Every entry belongs in the result, in the same order.",
             )
         for key in keys:
