@@ -144,7 +144,7 @@ WRONG = {
             _page(pid='pids.setdefault((rank, row["pid"]), len(pids))'),
             "a string pid is itself a name",
         ),
-        (_page(pid='row["pid"] * len(traces) + rank'), "A pid may be a string"),
+        (_page(pid='row["pid"] * len(traces) + rank'), "A pid can be a string"),
         ("def one_page(traces):\n    return []", "all events of all ranks"),
         ("def one_page(traces):\n    return 3", "Return a list of events"),
     ],
