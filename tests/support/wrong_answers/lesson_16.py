@@ -94,7 +94,7 @@ WRONG = {
                 kernels='sorted((r for r in rows if r.get("cat") in ("kernel", "gpu_memcpy")), '
                 'key=lambda row: row["ts"])'
             ),
-            "Kernels only",
+            "none for copies",
         ),
         (
             _delays(
@@ -109,7 +109,7 @@ WRONG = {
     "16.2": [
         ("my_reading = 3", "One entry for each trace"),
         ('my_reading = {"A": ("item", 3)}', "One entry for each trace"),
-        (_reading(A=("late", 15)), "A name from the table"),
+        (_reading(A=("late", 15)), "Use the table's names"),
         (_reading(A="loader"), "Return the fault's name and a number"),
         (_reading(A=("item", 8)), "waits for a value 0 times"),
         (_reading(B=("gather", 3.9)), "The collectives of rank 0 are: all_reduce"),
