@@ -341,7 +341,7 @@ def _check_arrows(rows: list[Row], pids: list[set[Any]]) -> None:
 
 def _clock_hint(yours: float, own: float, later_ns: float) -> str:
     values = {
-        "That difference is in nanoseconds: divide it by 1000.": own + later_ns,
+        "baseTimeNanoseconds is in nanoseconds: divide by 1000.": own + later_ns,
         "That's the rank's own clock: baseTimeNanoseconds says when it started.": own,
         "If a rank's clock started later, its times on the common clock are larger: add the "
         "difference.": own - later_ns / 1e3,

@@ -122,7 +122,7 @@ WRONG = {
         (_reading(C=("launches", 43)), "a percentage"),
         (_reading(A=("loader", 15_000)), "in µs: return"),
         (_reading(A=("loader", 0.015)), "in seconds: return"),
-        (_reading(A=("loader", 4)), "has it"),
+        (_reading(A=("loader", 4)), "has this number"),
         (_reading(F=("item", 72)), "for all three steps"),
     ],
     "16.3": [
