@@ -71,7 +71,7 @@ WRONG = {
         ),
         (
             _parts(result="gather(outputs[::-1], gpus[0])"),
-            "differs from a single GPU's on the full batch",
+            "differs from what a single GPU computes for the full batch",
         ),
         (
             _parts(outputs="[replica(chunk) for replica, chunk in zip(replicas, chunks)]"),
