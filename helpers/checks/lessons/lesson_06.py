@@ -226,7 +226,7 @@ def _two_falling_to_the_limit(early: int, limit: float) -> list[list[float]]:
 
 
 def _falling_losses(ranks: int, early: int, limit: float) -> list[list[float]]:
-    """Return seven falling losses per rank. Rank ``early`` gets below the limit before the average."""
+    """Return seven falling losses per rank; rank ``early`` falls below the limit first."""
     end = random.choice((3, 4))
     losses = []
     for _ in range(ranks):
