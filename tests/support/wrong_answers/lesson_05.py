@@ -161,7 +161,7 @@ WRONG = {
     ],
     "5.4": [
         (_LOAD.format(body="pass", strict=""), "Missing key(s)"),
-        (_LOAD.format(body="pass", strict=", strict=False"), "don't match the state's"),
+        (_LOAD.format(body="pass", strict=", strict=False"), "don't match those in the state"),
         (
             "def load_any(model, state):\n"
             "    bare = model.module if isinstance(model, nn.DataParallel) else model\n"
