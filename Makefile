@@ -3,7 +3,7 @@
 VENV := .venv$(if $(TORCH),-torch$(TORCH))
 BIN := $(VENV)/bin
 CELL_SECONDS := 600
-# They would make Python import modules from outside the environment, or disable assertions.
+# These variables would make Python import modules from outside the environment, or disable assertions.
 unexport PYTHONHOME PYTHONPATH PYTHONSAFEPATH PYTHONOPTIMIZE
 
 .PHONY: help venv lab wheels test test-all test-browser test-gpu test-foreign check format bench student solved workshop exam class \

@@ -21,7 +21,7 @@ def main():
     config.ServerApp.root_dir = str(root / "notebooks")
     config.LabApp.default_url = "/lab/tree/00_start_here.ipynb"
     config.ServerApp.ip = "127.0.0.1"
-    config.ServerApp.answer_yes = True  # Ctrl+C ends it without asking
+    config.ServerApp.answer_yes = True  # Ctrl+C stops it without asking
     config.ServerApp.allow_root = True
     config.Application.log_level = "WARN"
     config.ServerApp.open_browser = sits_here()
@@ -36,7 +36,7 @@ def main():
         # The client's address and port, then this machine's, as the client sees them.
         host = os.environ["SSH_CONNECTION"].split()[2]
         print(f"lab: on your own machine, run: ssh -N -L {port}:127.0.0.1:{port} {user}@{host}")
-    print("lab: Ctrl+C ends JupyterLab and all kernels.", flush=True)
+    print("lab: Ctrl+C stops JupyterLab and all kernels.", flush=True)
     server.start()
 
 

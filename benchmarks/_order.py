@@ -1,4 +1,4 @@
-"""How well predictions rank configurations compared with measurements, and how far off they are."""
+"""How well predictions rank configurations, compared with measurements, and how far off they are."""
 
 import itertools
 from collections.abc import Sequence

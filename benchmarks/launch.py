@@ -120,8 +120,8 @@ def main() -> str:
             "## Starting ranks",
             "",
             "Seconds from the call until every rank has joined a gloo group, run one all_reduce and "
-            f"exited. Later calls are the median of {LATER_CALLS} in the same process; the last column is "
-            f"their ratio to launch.run's.{missing}",
+            f"exited. Later calls are the median of {LATER_CALLS} in the same process; the last column "
+            f"compares them with later calls of launch.run.{missing}",
             "",
             "| ranks | started by | first call, s | later calls, s | relative to launch.run |",
             "|---|---|---|---|---|",

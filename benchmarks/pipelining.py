@@ -2,8 +2,8 @@
 
 Each process has one thread. "In turn" means that one micro-batch at a time goes through both stages,
 forward and backward, before the next begins: it's the same schedule class with a single micro-batch,
-so only the overlap differs. Every repeat runs all ways one after the other, so load from other
-programs affects all of them. Every repeat also measures the machine: how much faster two processes
+so only the overlap differs. Every repeat runs all variants, one after the other, so load from
+other programs affects all of them. Every repeat also measures the machine: how much faster two processes
 that only compute run in parallel than one after the other. ``python -m benchmarks pipelining``
 writes the result to RESULTS.md.
 """
@@ -21,12 +21,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from vgpu import launch
 
 MICRO_BATCHES = (4, 8, 16)
-ROWS, WIDTH, LAYERS = 64, 512, 6  # per micro-batch, of a layer, per stage
+ROWS, WIDTH, LAYERS = 64, 512, 6  # ROWS per micro-batch; LAYERS per stage
 REPEATS = 15
 
 
 def make_stages() -> list[nn.Module]:
-    """Two equal stages, with the same weights in every process."""
+    """Two stages of the same size, with the same weights in every process."""
     torch.manual_seed(0)
     return [
         nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)])
@@ -45,7 +45,7 @@ def compute(stage: nn.Module, parts: tuple[torch.Tensor, ...]) -> None:
 
 
 def cores_s(rank: int, stage: nn.Module, parts: tuple[torch.Tensor, ...]) -> tuple[float, float]:
-    """Return the seconds that the two ranks take one after the other, and at the same time."""
+    """Return the seconds if the two ranks compute one after the other, and at the same time."""
     marks_s = []
     for turns in ((0, 1), (None,)):
         dist.barrier()
@@ -59,7 +59,7 @@ def cores_s(rank: int, stage: nn.Module, parts: tuple[torch.Tensor, ...]) -> tup
 
 
 def rank_times(rank: int, world_size: int, micro_batches: int) -> dict[str, list[float]]:
-    """Return each way's seconds in each repeat, after comparing the gradients of all ways."""
+    """Return each variant's seconds in each repeat, after comparing all variants' gradients."""
     torch.set_num_threads(1)
     stage = PipelineStage(make_stages()[rank], rank, world_size, torch.device("cpu"))
     torch.manual_seed(1)

@@ -70,7 +70,7 @@ ROWS = (
     Row("8B", 128, 1, 2, "selective", False, 5605, 67.0),
     Row("8B", 128, 1, 2, "selective", True, 6514, 62.0),
     Row("8B", 64, 8, 12, "selective", True, 4378, None, 4809),
-    # Its memory was published with float8 only, which takes 0.2 GiB less in the 8B rows.
+    # Its memory was published only for float8, which takes 0.2 GiB less in the 8B rows.
     Row("70B", 256, 8, 16, "full", True, 597, 71.9, 652),
 )
 FITTED = ROWS[0]
@@ -85,9 +85,9 @@ _PIECES = (
 )
 _POWER = (
     "The likely reason is power, although no published clock rate proves it: these GPUs were limited to "
-    "500 W of their 700 W (torchtitan says so, and that a higher limit could make them faster), and the "
-    "larger the matmuls' part of a step, the lower the clock. Modeling that would take the measured power of "
-    "every kernel; here there is one clock, set by the first row. Two more effects that could cost some "
+    "500 W of their 700 W (torchtitan says so, and adds that a higher limit could make them faster), "
+    "and the larger the part of a step spent in matmuls, the lower the clock. Modeling that would require "
+    "the measured power of every kernel; here there is one clock, set by the first row. Two more effects that could cost some "
     "of the gain are left out: copies take memory bandwidth from the matmuls that run at the same time, "
     "and ranks wait for each other between pieces."
 )
@@ -114,8 +114,8 @@ def main() -> str:
         "cluster), and all GPUs wait for the slowest. The trivial predictor gives every row the first "
         "row's FLOP/s. Memory is what PyTorch's allocator reserves, from a replay of every allocation; "
         "the last column is the peak of allocated bytes. The version of PyTorch matters, too: since "
-        "2.15, FSDP2 casts gradients to float32 while it arranges them for their reduce-scatter; 2.14.1 "
-        "launches one more kernel, and the fitted figure is 0.586.",
+        "2.15, FSDP2 casts gradients to float32 while it arranges them for their reduce-scatter; with "
+        "2.14.1, which launches one more kernel, the fitted figure is 0.586.",
         "",
         "| model | GPUs | layout, batch, recompute | compile | tokens/s/GPU, published | predicted "
         "| error | trivial | GiB reserved, published | predicted | error | GiB allocated, predicted |",
@@ -170,8 +170,8 @@ def async_tp(rows: list[tuple[Row, Step]]) -> list[str]:
         "",
         _PIECES,
         "",
-        "| what changes | GPUs | gain, published | predicted | excess | in matmuls, before | "
-        "after |",
+        "| what changes | GPUs | gain, published | predicted | excess | part of a step in matmuls, "
+        "before | after |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, gpus, published, predicted, share, _, published_then, predicted_then, then in changes:
@@ -215,12 +215,12 @@ def _few_and_many(found: dict[Row, Step]) -> str:
     taken, taken_by_few = {"collective_processors": 16}, {"collective_processors": 24}
     slow = {**taken, "network_share": 0.2}
     return (
-        f"A step on 128 GPUs hides its gathers like one on 8, and each GPU updates fewer parameters. "
+        f"A step on 128 GPUs hides its gathers, as a step on 8 does, and each GPU updates fewer parameters. "
         f"If all GPUs were identical, the speed per GPU would change by {slower(alike, alike)}. Waiting for "
         f"the slowest of 128 instead of 8 makes that {slower()}; the published change is "
         f"{many.tokens_per_s / few.tokens_per_s - 1:+.1%}. NCCL's kernels take multiprocessors from the "
-        "kernels that they run alongside: with 24 of 132 on 8 GPUs, as NCCL prints, and 16 on 128 GPUs, "
-        f"two for each adapter, the change is {slower(taken_by_few, taken)}. The rest may come from the "
+        "kernels that they run alongside: with 24 of 132 multiprocessors on 8 GPUs, which is what "
+        f"NCCL prints, and 16 on 128 GPUs, two for each adapter, the change is {slower(taken_by_few, taken)}. The rest may come from the "
         "network, which is assumed to reach 0.8 of its bandwidth: with 0.2, which is 80 GB/s, the change "
         f"is {slower(taken_by_few, slow)}. One cluster measured 69 GB/s on 8 hosts and 55 on 16 "
         "(all-gather; Ultra-Scale Playbook, 2025)."
@@ -232,7 +232,7 @@ def _own_time() -> str:
     begin_s = time.process_time()
     predict(Row("8B", 512, 1, 2, "selective", False, 0.0).plan)
     return (
-        f"Predicting two steps of 8B as one rank of 512, one of them recorded, took "
+        f"Predicting two steps of 8B, one of which is recorded, as one rank of 512 took "
         f"{time.process_time() - begin_s:.1f} s of one core here, including building the model and "
         "replaying its memory."
     )

@@ -44,7 +44,7 @@ MPT = {  # layers, width, heads
     "30b": (48, 7168, 56),
     "70b": (80, 8192, 64),
 }
-GPUS = {  # by the first word of llm-foundry's names, with their memory in GB
+GPUS = {  # keys: the first word of llm-foundry's names, which ends with the memory in GB
     "h100_80gb": (vgpu.get_spec("H100"), "InfiniBand NDR"),
     "a100_80gb": (A100_80, "InfiniBand HDR"),  # 200 Gb/s per GPU, like their RoCE
     "a100_40gb": (vgpu.get_spec("A100"), "InfiniBand HDR"),
@@ -197,8 +197,8 @@ _WHY = (
     "slowest GPU and the multiprocessors that NCCL takes explain a third of that. A latency of 40 "
     "µs per step of the ring would explain another third, but it isn't in the model: it's ten "
     "times NCCL's own figure, although the all-gathers of the Ultra-Scale Playbook agree with it "
-    "(250 GB/s on one host and 11 on 64 correspond to 38 µs per step, and 300 GB/s). The rest may "
-    "come from slow hosts (in MegaScale, Jiang et al., 2024, 0.5% of the hosts are 10% slower)."
+    "(250 GB/s on one host and 11 on 64 hosts correspond to 38 µs per step and a bandwidth of 300 "
+    "GB/s). The rest may come from slow hosts (in MegaScale, Jiang et al., 2024, 0.5% of the hosts are 10% slower)."
 )
 
 

@@ -38,28 +38,30 @@ class Row(NamedTuple):
     attention: str = "flash 2"
 
 
+_RESERVED = "Predicted GiB reserved by the fullest rank, compared with the published figure"
 _WHY = (
     "The predicted gain of asynchronous tensor parallelism with float8 is too small, since only "
     "reduce-scatters are split into pieces here, not gathers.\n\n"
     "405B ran in pipelines. The number of micro-batches wasn't published; 8, the number of stages, was the "
     "default at 9dec370, the torchtitan commit that was benchmarked "
-    "(`pipeline_parallel_microbatches` in torchtitan/config_manager.py). Bytes are predicted as "
-    "PyTorch 2.15 keeps them. Up to 2.14, a pipeline stage also kept a buffer for each micro-batch and each gradient "
-    "that it receives, and its outputs until their backward passes; the last one kept all logits until the end of the "
+    "(`pipeline_parallel_microbatches` in torchtitan/config_manager.py). Memory is predicted for "
+    "PyTorch 2.15. Up to 2.14, a pipeline stage also kept a buffer for each micro-batch and each gradient "
+    "that it received, and its outputs until their backward passes; the last stage kept all logits until the end of the "
     "step (torch/distributed/pipelining/stage.py). A rank's part of a micro-batch has 0.125 GiB here, and its logits "
     "0.98 GiB. By that count, the interleaved run's last rank held 8 to 9 GiB more than the 62.5 predicted for it, so 70 to 72 "
-    "of the published 72.7; 1F1B's first rank held 1 to 2 GiB more than the predicted 82.6. That sequences of 32,768 and "
-    "65,536 tokens took less memory than 8,192, with as many tokens in a micro-batch, is unexplained.\n\n"
-    "Context parallelism is unexplained. Without it, sequences of 32,768 tokens are predicted 10% to 18% "
-    "too fast: their GPUs were limited to 500 W, and the speed of FlashAttention-2 was measured on others. With it, "
-    "the published speed falls behind further, but inconsistently: relative to the row without, 405B loses about as "
-    "much on 4 ranks as on 2, and 8B nothing on 2, but a quarter on 4. No model in which attention's work grows "
-    "with the length matches "
-    "all of them. The prediction follows torchtitan's default at 9dec370 (keys and values are "
+    "of the published 72.7; 1F1B's first rank held 1 to 2 GiB more than the predicted 82.6. It's unexplained why sequences "
+    "of 32,768 and 65,536 tokens took less memory than those of 8,192, with the same number of tokens in a "
+    "micro-batch.\n\n"
+    "The speeds with context parallelism are unexplained. Without it, sequences of 32,768 tokens are predicted 10% to 18% "
+    "too fast: the published runs' GPUs were limited to 500 W, and the speed of FlashAttention-2 was measured "
+    "on different ones. With it, the published speed falls behind even more, but inconsistently: relative to "
+    "the row without context parallelism, 405B loses about as much on 4 ranks as on 2, while 8B loses nothing "
+    "on 2, but a quarter on 4. No model in which attention's work grows with the length matches all of them. The prediction follows torchtitan's default at 9dec370 (keys and values are "
     "gathered, and each rank has a chunk from the start and one from the end); whether the "
     "published runs did the same isn't stated. Without such balancing, the last of 4 or 8 ranks "
     "takes 1.75 or 1.88 times the mean, which is about what attention took in 8B's two longest rows; "
-    "but the last of 2 takes 1.5 times, and attention took 1.2 times in that row.\n\n"
+    "but the last of 2 takes 1.5 times the mean, whereas attention took only 1.2 times the mean in that "
+    "row.\n\n"
     "The GPUs of Qwen3's row weren't limited to 500 W, unlike those of the row that arithmetic is "
     "fitted to."
 )
@@ -193,7 +195,7 @@ def main() -> str:
         for ours, trivial in [zip(*each, strict=True)]
     )
     lines += ["", f"The mean errors are: {'; '.join(means)}.", ""]
-    lines += [f"GiB reserved by the fullest rank, predicted: {'; '.join(reserved)}.", "", _WHY]
+    lines += [f"{_RESERVED}: {'; '.join(reserved)}.", "", _WHY]
     return "\n".join(lines)
 
 

@@ -91,8 +91,8 @@ def main(path: Path = ROWS) -> str:
         "call, how it overlaps with the GPU's, memory's efficiency and the fitted row were chosen "
         "with these rows in view, so these aren't errors on unseen rows.",
         "",
-        "The next table groups the rows by tensor-parallel size, width and micro-batch. Its first mean "
-        "error is signed.",
+        "The next table groups the rows by tensor-parallel size, width and micro-batch. Its column "
+        "*mean error* is signed.",
         "",
         "| TP | width | micro-batch | rows | mean error | mean absolute error | trivial |",
         "|---|---|---|---|---|---|---|",

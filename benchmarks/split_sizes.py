@@ -1,9 +1,9 @@
 """Predict the published model-parallel experiment: ResNet-50 on two GPUs, nine split sizes.
 
 Published (PyTorch tutorial "Single-Machine Model Parallel Best Practices", 2019): 3 batches of 120
-images of 128x128; one GPU takes 3.75 s, its layers on two GPUs 4.02 s, a pipeline with pieces of
-20 2.51 s, and the best size, 12, 2.43 s. Its clock stops when the host returns from the last
-``optimizer.step()``, without waiting for the GPUs, and so does ours (``host_s``). Lessons 08 and 09
+images of 128x128; one GPU takes 3.75 s, and its layers on two GPUs 4.02 s; a pipeline takes
+2.51 s with pieces of 20, and 2.43 s with the best size, 12. The tutorial's clock stops when the host
+returns from the last ``optimizer.step()``, without waiting for the GPUs, and so does ours (``host_s``). Lessons 08 and 09
 wait for the GPUs (``makespan_s``), so their fitted share differs, and their speeds differ by less
 than 2 points.
 

@@ -1,7 +1,7 @@
 """Time a two-rank training step on one virtual GPU per rank, compared with CPU tensors over gloo.
 
-Each rank has one thread. Every repeat takes a step in each way, one after the other, so that load
-from other programs affects both; the losses are compared in every repeat, and must be equal bit
+Each rank has one thread. Every repeat takes a step each way, one after the other, so that load from
+other programs affects both; the losses are compared in every repeat, and must be equal bit
 for bit. ``python -m benchmarks vgpu_ranks`` writes the result to RESULTS.md.
 """
 

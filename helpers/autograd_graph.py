@@ -55,7 +55,7 @@ def graph_of(result: torch.Tensor, names: Mapping[str, torch.Tensor] | None = No
 def shared_part(whole: torch.Tensor, cut: torch.Tensor) -> tuple[set[int], set[int]]:
     """Return the indices of nodes and edges of ``graph_of(whole)`` that ``cut``'s graph also has.
 
-    Both must come from the same expression; the only difference may be branches missing in ``cut``.
+    Both tensors must come from the same expression, except that ``cut`` may lack some of its branches.
     """
     functions, edges = _walk(whole.grad_fn)
     twins = {0: cut.grad_fn} if functions and cut.grad_fn is not None else {}
@@ -129,7 +129,7 @@ class SavedTensors:
     """A context manager that counts the tensors that autograd saves for backward.
 
     ``live_bytes()`` returns how many of their bytes are still alive, inside the block or after it.
-    A storage that multiple operations save counts once; the storages of tensors in ``ignore`` (such
+    A storage saved by multiple operations counts once; the storages of tensors in ``ignore`` (such
     as parameters, which exist anyway) don't count. The implementation uses
     ``torch.autograd.graph.saved_tensors_hooks``. As usual, ``backward()`` raises RuntimeError if a
     saved tensor was modified in place.

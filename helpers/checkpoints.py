@@ -49,7 +49,7 @@ class Checkpoints:
         self.last: Path | None = None
         """The last complete checkpoint when training starts, the same on all ranks."""
         if folder:
-            # The thread that writes has its own process group, separate from the training's.
+            # The thread that writes has its own process group, separate from the one used for training.
             self.group: Any = dist.new_group(backend="gloo")
             signal.signal(signal.SIGTERM, self._terminate)
             self.last = self._shared()
@@ -99,7 +99,7 @@ class Checkpoints:
         )
 
     def asked_to_stop(self) -> bool:
-        """Return whether any rank has received SIGTERM, such as from Slurm; all ranks agree.
+        """Return whether any rank has received SIGTERM, for example from Slurm; all ranks get the same answer.
 
         The ranks agree through Gloo, on the host, so this doesn't wait for the GPUs. Without a
         folder there's nothing to save, and SIGTERM terminates the process as usual. Raises

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 def _split_digits() -> dict[bool, tuple[torch.Tensor, torch.Tensor]]:
     """Return images (N, 8, 8) uint8 and labels (N,) int64, for train=True (80%) and False (20%)."""
     rows = torch.from_numpy(np.loadtxt(_digits_file(), delimiter=","))  # (N, 65): image, label
-    # The file's gray levels go from 0 to 16; an image's go up to 255.
+    # The file's gray levels go from 0 to 16; an image's pixels go up to 255.
     images = (rows[:, :-1] * (255 / 16)).round().to(torch.uint8).reshape(-1, 8, 8)
     labels = rows[:, -1].to(torch.int64)
     held_out = torch.zeros(len(labels), dtype=torch.bool)
@@ -39,11 +39,11 @@ def _digits_file() -> Path:
 
 
 class Digits(Dataset):
-    """1797 handwritten digits of 8 by 8 pixels, as a torchvision-style dataset.
+    """1,797 handwritten digits of 8 by 8 pixels, as a torchvision-style dataset.
 
     They come from scikit-learn's ``load_digits``: the test split of the UCI "Optical Recognition of
     Handwritten Digits" data set (Alpaydin and Kaynak, 1998), written by 13 people. ``train=True``
-    has 1437 of them, ``train=False`` the other 360: every fifth image of each digit.
+    has 1,437 of them, ``train=False`` the other 360: every fifth image of each digit.
 
     ``data`` is (N, 8, 8) uint8, ``targets`` (N,) int64. An item is ``(image, label)``: a PIL image
     in mode "L", after its transform if there is one, and an int.

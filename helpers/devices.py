@@ -75,7 +75,7 @@ def _choose(count: int) -> tuple[str, str]:
     real = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if real:
         _do_without_workspaces()
-    # A process must use only one kind, because DataParallel uses one device type for everything.
+    # A process must use only one kind of GPU, because DataParallel uses one device type for everything.
     if real >= count and (asked == "cuda" or not vgpu.is_enabled()):
         return "cuda", f"Real GPUs on this machine: {real}; needed: {count}."
     if asked == "cuda":

@@ -1,4 +1,4 @@
-"""What ``notebooks/train.py`` needs besides the training itself.
+"""What ``notebooks/train.py`` needs apart from the training itself.
 
 This includes model sizes, FLOPs and optimizer groups, how a rank finds its GPU and the other ranks,
 and messages.

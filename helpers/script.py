@@ -1,7 +1,7 @@
 """Show parts of ``notebooks/train.py`` in a lesson, and run it in a shell.
 
 show_lines("divide")             # a function, as it is in the file
-show_lines("train: if step")     # the first statement in it that starts like this
+show_lines("train: if step")     # train's first statement that starts with this text
 output = run_line("torchrun --nproc-per-node 2 -m vgpu train.py --tp 2 --steps 20")
 printed_losses(output)           # {10: 2.889254, 20: 2.730862}
 """

@@ -45,7 +45,7 @@ def run_lines(
         python.chmod(0o755)
         environment = dict(os.environ, PATH=folder + os.pathsep + os.environ.get("PATH", ""))
         environment.pop("CUDA_VISIBLE_DEVICES", None)
-        # Jupyter sets it, and Python 3.13 obeys it even in a pipe.
+        # Jupyter sets this variable, and Python 3.13 obeys it even in a pipe.
         environment.pop("FORCE_COLOR", None)
         started: list[subprocess.Popen[str]] = []
         end_s = time.monotonic() + timeout_s
@@ -54,7 +54,7 @@ def run_lines(
                 started.append(_start(shell, line, folder, environment))
             return [_finish(*pair, end_s) for pair in zip(lines, started, strict=True)]
         except subprocess.TimeoutExpired as expired:
-            expired.timeout = timeout_s  # instead of the time that was left for this line
+            expired.timeout = timeout_s  # not the time left for this line
             raise
         finally:
             for process in started:

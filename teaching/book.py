@@ -5,7 +5,8 @@
 With the repository's address, which is set by default in GitHub's workflows, each lesson has a
 button that opens it on Binder, and links back to the repository.
 
-The site is built with Sphinx and MyST-NB. Neither building nor reading it downloads anything.
+The site is built with Sphinx and MyST-NB. Neither building the site nor
+reading it downloads anything.
 """
 
 import argparse
@@ -65,12 +66,14 @@ def build(target: Path, cache: Path, repository: str = "") -> None:
     """Build the site in a new folder, or in place of a site from an earlier call.
 
     Raises RuntimeError if Sphinx warns or a link is broken, and FileExistsError if the folder
-    contains something else.
+    contains something other than a site.
     """
     from sphinx.application import Sphinx
 
     if target.exists() and any(target.iterdir()) and not (target / "searchindex.js").exists():
-        raise FileExistsError(f"{target} contains something else: choose another folder")
+        raise FileExistsError(
+            f"{target} contains something other than a site: choose another folder"
+        )
     shutil.rmtree(target, ignore_errors=True)
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "source"
@@ -117,7 +120,7 @@ def configuration(repository: str) -> dict[str, Any]:
 
 
 def write_sources(source: Path, cache: Path) -> None:
-    """Write the pages that Sphinx reads: executed lessons, first page, claims and glossary."""
+    """Write the pages that Sphinx reads: the executed lessons, first page, claims, and glossary."""
     (source / "_static").mkdir(parents=True)
     unused = glossary_terms()
     for path in lessons.NOTEBOOKS:

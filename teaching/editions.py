@@ -102,7 +102,7 @@ def _solution(notebook: dict[str, Any], exercise_id: str) -> str:
 
 
 def _trim(readme: Path) -> None:
-    """Leave out what needs a clone, and lessons and folders that aren't in this edition."""
+    """Cut what needs a clone, and lessons and folders that aren't in this edition."""
     text = re.sub(r"\n{3,}", "\n\n", _OF_A_CLONE.sub("", readme.read_text(encoding="utf-8")))
     for name in re.findall(r"^\| \[.*\]\((notebooks/.*\.ipynb)\) \| ", text, re.MULTILINE):
         if not (readme.parent / name).exists():

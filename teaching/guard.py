@@ -4,7 +4,7 @@ A daemon starts its own session and forks twice, so it's in none of our process 
 children, and as an orphan it's reparented to init. Linux lets a process adopt such orphans
 (PR_SET_CHILD_SUBREAPER, man 2 prctl), so ``enter`` creates a guard above the caller that adopts
 them, and kills whatever is left below it. On other systems, ``end`` kills the process and its
-group, or on Windows its descendants; a process that has left those survives.
+group, or on Windows its descendants; a process that has left them survives.
 """
 
 import ctypes

@@ -29,7 +29,7 @@ FROM_A_CHECK = ("right", "wrong", "not attempted", "error")
 
 @dataclass(frozen=True)
 class Limits:
-    """One exercise's limits: seconds of wall time and bytes of memory, including its children."""
+    """One exercise's limits: seconds of wall time, and bytes of memory (child processes count)."""
 
     time_s: float = 120.0
     memory_bytes: int = 4 * 2**30

@@ -18,7 +18,7 @@ STATE = "application/vnd.jupyter.widget-state+json"
 CELL_SECONDS = 300
 # Lesson 15's explorer records dozens of layouts, which take a few seconds each on an idle machine.
 ANSWERS_SECONDS = 3600
-# Other folders come first, so that this changes nothing that the lesson imports.
+# The course's folder goes last, so that this changes nothing that the lesson imports.
 ASK = f"""\
 import sys
 sys.path.append({str(lessons.ROOT)!r})
@@ -32,7 +32,7 @@ LIVE_ONLY = "*This explorer has sliders in JupyterLab.*"
 def run(path: Path, cache: Path) -> nbformat.NotebookNode:
     """Execute a lesson in a fresh kernel; cache it in ``cache`` until it or the packages change.
 
-    A widget is replaced with its first picture and a sentence that says it needs JupyterLab. Its
+    A widget is replaced with its first picture and a sentence that says it needs JupyterLab. The
     explorers' answers (``teaching.answers.answers``) are added as ANSWERS. Raises
     nbclient.exceptions.CellExecutionError if a cell fails.
     """

@@ -3,7 +3,7 @@
     python -m teaching.workshop build/workshop
 
 writes ``build/workshop.zip`` to hand out, an edition without solutions, and ``build/workshop.md``
-for the teacher: timetables, what to ask and what goes wrong.
+for the teacher: timetables, what to ask, and what goes wrong.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from teaching import editions, lessons
 MORNING, AFTERNOON = ("00", "04", "06", "07"), ("09", "11", "12")
 MORNING_MINUTES, AFTERNOON_MINUTES = 210, 180
 BREAK = "Break"
-# What a half day has besides its lessons, in minutes.
+# What a half day includes in addition to its lessons, in minutes.
 FIRST = {
     "morning": ("Everyone has JupyterLab open; what to expect from the day", 15),
     "afternoon": ("Leftovers from the morning; everyone's `progress()`", 5),
@@ -65,7 +65,7 @@ def timetable(half: str, numbers: Sequence[str], minutes: int) -> list[tuple[int
     """Return rows of (start minute, duration, what) that fill ``minutes``.
 
     The remaining time is divided among the lessons in proportion to their cores, rounded to five
-    minutes; the last one takes the remainder. A break comes before each of the last two.
+    minutes; the last one takes the remainder. A break comes before each of the last two lessons.
     """
     taken = FIRST[half][1] + LAST[1] + 15 + 10
     left, core = minutes - taken, cores(numbers)

@@ -234,7 +234,7 @@ def register_once() -> tuple[torch.library.Library, ...]:
     """Register ``run`` for the dispatch keys of our backends.
 
     Nothing else uses these keys, so the registrations stay when virtual GPUs are disabled; calls
-    then raise an error that says so.
+    then raise an error that tells you to enable them.
     """
     fallbacks = torch.library.Library("_", "IMPL")
     for backend in _FACTORY_KEYS:

@@ -200,8 +200,8 @@ class GPUSpec:
 
 # Since the A100, datasheets also give doubled rates for the tensor cores, for matrices with two
 # zeros in every four entries. The H100's and H200's datasheets give only these sparse rates: 989
-# TFLOP/s for TF32, 1979 for float16 and bfloat16, 3958 for float8. So do Blackwell's, some of which
-# give totals for all GPUs of a board or a rack. Compute capabilities are from
+# TFLOP/s for TF32, 1979 for float16 and bfloat16, 3958 for float8. Blackwell's datasheets do the
+# same, and some give totals for all GPUs of a board or a rack. Compute capabilities are from
 # https://developer.nvidia.com/cuda-gpus.
 _HOPPER = GPUSpec(
     name="Virtual H100 80GB HBM3",

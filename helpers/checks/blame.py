@@ -15,7 +15,7 @@ _OF_NONE = (
     "Something there is None: a function without a return returns None, and so does list.append."
 )
 _OF_HOOK = (
-    "What a hook returns counts: a gradient's hook returns None or the new gradient, and a "
+    "A hook's return value matters: a gradient's hook returns None or the new gradient, and a "
     "post-accumulate hook returns None. A lambda returns its value, so write a def."
 )
 # Patterns in errors, each with advice; the first match counts.

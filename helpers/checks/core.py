@@ -295,7 +295,7 @@ def expect_gradients(
 def hint_by_value(
     yours: float, wrong: Mapping[str, float], otherwise: str, within: float = 0.01
 ) -> str:
-    """Return the hint whose wrong value is close to ``yours``; if there's none, ``otherwise``.
+    """Return the hint for the wrong value that ``yours`` is close to; if there's none, ``otherwise``.
 
     ``within`` is the relative tolerance.
     """

@@ -111,7 +111,7 @@ def expect_one_micro_batch(largest: int, most: int, graphs_held: int) -> None:
         raise Wrong(
             yours=f"a forward on {largest} samples at once",
             expected=f"at most {most}, one micro-batch",
-            hint="Merged micro-batches need the memory that accumulation saves.",
+            hint="Merged micro-batches need all the memory that accumulation is meant to save.",
         )
     if graphs_held:
         raise Wrong(

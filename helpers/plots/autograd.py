@@ -34,7 +34,7 @@ def gradients(
     show(
         fig,
         f"Line chart of the gradient for x from {x.min():g} to {x.max():g}. The out-of-place "
-        "version's gradient goes through the finite differences. The one edited through .data is "
+        "version's gradient goes through the finite differences. With the edit through .data, it's "
         f"off by up to {apart.max():.2f}, at {(apart > 0.01).float().mean():.0%} of the points.",
     )
 

@@ -86,7 +86,7 @@ def before_and_after(
 
 
 def busiest_rank(counted: dict[str, dict[int, float]]) -> None:
-    """Plot the busiest rank's bytes sent, as a multiple of the tensor's size, by number of ranks.
+    """Plot the bytes that the busiest rank sends, as a multiple of the tensor's size, by number of ranks.
 
     ``counted`` maps an algorithm's name to {number of ranks: multiple}.
     """
@@ -142,7 +142,7 @@ def _numbers(tensor: torch.Tensor | None) -> list[int]:
     return [] if tensor is None else [int(number) for number in tensor.flatten().tolist()]
 
 
-# Drawn under a number that covers several bands, whose edges would cut through its digits.
+# Drawn under a number that covers several bands: their edges would cut through its digits.
 _PLATE = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
 
 

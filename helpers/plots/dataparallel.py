@@ -88,7 +88,7 @@ def share_bars(sizes: Sequence[int]) -> None:
 
 
 def idle_gpus(idle: Mapping[int, int], gpu_count: int) -> None:
-    """Plot the idle GPUs, of ``gpu_count``, by batch size; mark the last size with idle ones."""
+    """Plot how many of ``gpu_count`` GPUs are idle, by batch size; mark the last size with idle GPUs."""
     fig, axes = figure(width=8, height=2.6)
     axes.bar(list(idle), list(idle.values()), 0.8, color=COLORS["orange"])
     last = max((size for size, count in idle.items() if count), default=None)
@@ -97,7 +97,7 @@ def idle_gpus(idle: Mapping[int, int], gpu_count: int) -> None:
         look: Any = {"ha": "center", "fontsize": 9, "arrowprops": down}
         text_near(axes, f"a batch of {last}", (last, idle[last]), (0, 16), **look)
     axes.set_xticks(range(gpu_count, max(idle) + 1, gpu_count))
-    axes.set(xlabel="batch size", ylabel=f"idle GPUs, of {gpu_count}", ylim=(0, gpu_count))
+    axes.set(xlabel="batch size", ylabel=f"idle GPUs (of {gpu_count})", ylim=(0, gpu_count))
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="x", visible=False)
     title(axes, f"A multiple of {gpu_count} keeps every GPU busy", "counted from PyTorch's scatter")
@@ -132,7 +132,7 @@ def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> N
     panels[0][0].set_ylabel("samples")
     headline(
         fig,
-        "The batch is whole outside and split inside",
+        "The batch is whole outside the model and split inside",
         "counted in forward, GPU 0 at the bottom",
     )
     show(fig, f"Stacked bars, one per batch: its samples by GPU. {' '.join(texts)}")
@@ -377,7 +377,7 @@ def _pile_up(
     step = highest.step.partition(" ")[0]
     axes.set_title(f"peak of step {step}, {gpu}", fontsize=8)
     each = ", ".join(f"{name} {format_bytes(size)}" for name, size in tensors.items())
-    return f" At the peak of step {step}, {gpu} holds {each}, and {format_bytes(rest)} of the rest."
+    return f" At the peak of step {step}, {gpu} holds {each}, and {format_bytes(rest)} of other tensors."
 
 
 def one_step(step: Snapshot, most_bytes: int) -> None:

@@ -36,7 +36,7 @@ def formats(
         heights = [found[e] for e in exponents]
         axes.stairs(heights, edges, color=color, linewidth=2, baseline=None)
         most = max(found.values())
-        # Where lines are at (nearly) the same height, one's name goes above it, the other's below.
+        # Where lines are at (nearly) the same height, one line's name goes above it, the other's below.
         side = {"float16": "bottom", "float8 e4m3": "bottom", "float8 e5m2": "top"}.get(
             name, "center"
         )
@@ -177,7 +177,7 @@ def errors_by_outlier(errors: Mapping[str, Mapping[int, float]], message: str, h
     )
     for (name, found), (color, line) in zip(errors.items(), looks, strict=False):
         axes.plot(list(found), list(found.values()), line, color=COLORS[color], ms=5, label=name)
-    axes.set(xscale="log", yscale="log", ylabel="relative error of the others")
+    axes.set(xscale="log", yscale="log", ylabel="relative error of the other values")
     axes.set_xlabel("factor by which one channel is larger")
     factors = sorted(next(iter(errors.values())))
     axes.set_xticks(factors, [f"{factor:,}" for factor in factors], fontsize=8)

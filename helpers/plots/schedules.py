@@ -118,7 +118,7 @@ def _ink(color: tuple[float, float, float]) -> str:
 
 
 def _numbers(axes: Axes, simulated: SimulatedSchedule, factor: float, end: float) -> None:
-    """Number each box with its micro-batch, if all boxes of its kind have room for it.
+    """Number each box with its micro-batch, if all boxes of its kind have room for a number.
 
     The numbers are a single artist, because separate text objects would take seconds.
     """

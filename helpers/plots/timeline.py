@@ -440,7 +440,7 @@ def lanes_of(
 def visible(
     lanes: Mapping[str, list[TraceEvent]], end_s: float
 ) -> tuple[dict[str, list[TraceEvent]], int]:
-    """Return the lanes minus non-default streams that would look empty, and how many those are."""
+    """Return the lanes without non-default streams that would look empty, and how many were left out."""
     seen = {
         name: events
         for name, events in lanes.items()

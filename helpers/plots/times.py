@@ -55,7 +55,7 @@ def split_sizes(
 
 
 def parts_of_time(timelines: Mapping[int, Timeline]) -> None:
-    """Plot each GPU's computing, copying and idle time in a batch: a panel each, a bar per size."""
+    """Plot each GPU's computing, copying and idle time in a batch: a panel per GPU, a bar per size."""
     sizes = sorted(timelines)
     devices = timelines[sizes[0]].devices
     fig, panels = figure(1, len(devices), width=9, height=3.4, sharey=True)
@@ -71,7 +71,7 @@ def parts_of_time(timelines: Mapping[int, Timeline]) -> None:
     gpu = timelines[sizes[0]].gpu
     headline(
         fig,
-        "Large pieces leave GPUs idle, small ones take longer to compute",
+        "Large pieces leave GPUs idle; small ones take longer to compute",
         f"virtual time, {gpu}",
     )
     ends = []
@@ -118,7 +118,7 @@ def split_times(timelines: Mapping[str, Timeline], message: str) -> None:
         parts_ms = {"everything else": 1e3 * (whole_s - sent_s), "collectives": 1e3 * sent_s}
         times_ms[f"{name}: {sent_s / whole_s:.0%}"] = parts_ms
     gpu = next(iter(timelines.values())).gpu
-    how = f"forward and backward of one layer, virtual time, {gpu}; %: in collectives"
+    how = f"forward and backward of one layer, virtual time, {gpu}; %: time in collectives"
     time_bars(times_ms, "ms", message, how)
 
 

@@ -162,7 +162,7 @@ def resumed_curves(
 
 
 def first_to_differ(apart: Mapping[str, Sequence[float]], device: object) -> None:
-    """Draw a row of cells for each lost part: each loss's distance after the stop, empty if zero.
+    """Draw a row of cells per lost part: how far off each loss after the stop is (white: not at all).
 
     ``apart`` maps a part to the distances in nats. Rows that differ sooner are higher.
     """
@@ -190,7 +190,11 @@ def first_to_differ(apart: Mapping[str, Sequence[float]], device: object) -> Non
     )
     each = "; ".join(
         f"without {part}, "
-        + ("none differs" if same[part] == len(apart[part]) else f"from loss {same[part] + 1} on")
+        + (
+            "no loss differs"
+            if same[part] == len(apart[part])
+            else f"from loss {same[part] + 1} on"
+        )
         for part in parts
     )
     show(fig, f"A row of cells for each lost part, filled where the loss differs: {each}.")
@@ -217,7 +221,7 @@ def learned(losses: torch.Tensor, vocabulary: int) -> None:
 
 
 def by_batch(learned: Mapping[tuple[str, int], Sequence[float]]) -> None:
-    """Plot the final loss by batch size, for each way to set the learning rate, at equal epochs.
+    """Plot the final loss by batch size, for each way to set the learning rate, after the same epochs.
 
     ``learned`` maps (way, batch size) to the losses with different seeds.
     """

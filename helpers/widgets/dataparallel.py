@@ -31,7 +31,7 @@ def describe_shares(sizes: Sequence[int]) -> str:
         text += f", {len(sizes) - working} idle"
     if max(sizes) != min(sizes):
         slowest = max(sizes) * len(sizes) / sum(sizes)
-        text += f". The largest share is {slowest:.2f} times an equal one"
+        text += f". The largest share is {slowest:.2f} times an equal share"
     return text + "."
 
 

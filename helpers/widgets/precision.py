@@ -63,7 +63,9 @@ def show_answer(format_name: str, per: str, larger: str, times: float) -> None:
     found = {each: answer(format_name, each, larger, times) for each in SCALES}
     message = f"{format_name}, a scale per {per}; {larger} {times:,} times as large"
     how = "measured; the scale brings the largest value to the right end"
-    plots.scaled_numbers({"the others": found[per].scaled}, FORMATS[format_name], message, how)
+    plots.scaled_numbers(
+        {"the other values": found[per].scaled}, FORMATS[format_name], message, how
+    )
     rows = [(f"a scale per {each}", f"{a.zero:.1%}", f"{a.error:.1%}") for each, a in found.items()]
     caption = f"values other than the outliers, {format_name}, measured"
     display(Table(("", "become 0", "relative error"), rows, caption=caption))

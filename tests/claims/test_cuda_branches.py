@@ -35,7 +35,7 @@ if not vgpu.is_enabled():
 def run(function, ranks, plain=launch.run):
     assert ranks == 1  # the other ranks of such a group do not exist
     def on_rank(rank, world_size):
-        process_groups.ranks_are_absent = True  # the group refuses CPU tensors then, as NCCL does
+        process_groups.ranks_are_absent = True  # the group then rejects CPU tensors, as NCCL does
         return function(rank, world_size)
     return plain(on_rank, ranks, gpu="V100")
 

@@ -23,7 +23,7 @@ UNINITIALIZED = {
     "new_empty_strided",
 }
 
-# Operators whose results, if queries and keys differ in number, are laid out as by CUDA's kernels.
+# Operators whose results have the layout of CUDA's kernels if queries and keys differ in number.
 CUDA_LAYOUT = {"nn.functional.scaled_dot_product_attention"}
 
 # Operators whose tensor arguments must be on the CPU, even for CUDA tensors.

@@ -70,7 +70,7 @@ def lightning() -> Result:
 
 
 def torch() -> Result:
-    """Run the tests in PyTorch's wheel, of collectives, process groups and DDP, on two ranks."""
+    """Run the tests of collectives, process groups and DDP in PyTorch's wheel, on two ranks."""
     return folder_of_tests(HERE / "distributed_spawn.py", 2)
 
 

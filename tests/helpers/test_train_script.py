@@ -258,7 +258,7 @@ def test_a_full_state_dict_is_loaded_into_shards(run, tmp_path):
         (torch.ones(3), "bad.pt contains a Tensor, not a state dict"),
     ],
 )
-def test_the_script_refuses_a_file_that_has_none_of_its_weights(
+def test_the_script_rejects_a_file_that_has_none_of_its_weights(
     run, tmp_path, capfd, content, message
 ):
     bad = tmp_path / "bad.pt"
@@ -284,7 +284,7 @@ def test_the_script_refuses_a_file_that_has_none_of_its_weights(
         ("--learning-rate nan", "--learning-rate must be finite and at least 0, got nan"),
     ],
 )
-def test_the_script_refuses_sizes_that_are_not_divisible(monkeypatch, capsys, options, message):
+def test_the_script_rejects_sizes_that_are_not_divisible(monkeypatch, capsys, options, message):
     monkeypatch.setattr(sys, "argv", [SCRIPT, *options.split()])
     with pytest.raises(SystemExit) as refused:
         runpy.run_path(SCRIPT, run_name="__main__")
@@ -292,7 +292,7 @@ def test_the_script_refuses_sizes_that_are_not_divisible(monkeypatch, capsys, op
     assert capsys.readouterr().err == f"train.py: {message}\n"
 
 
-def test_the_script_refuses_more_ranks_than_the_host_has_gpus(monkeypatch, capsys):
+def test_the_script_rejects_more_ranks_than_the_host_has_gpus(monkeypatch, capsys):
     """If it computed on the CPU instead, it would hang the hosts that use GPUs."""
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -311,14 +311,14 @@ def without_a_gpu(rank, world_size):
     on_a_rank(rank, world_size, ["--steps", "1"])
 
 
-def test_the_script_refuses_a_mix_of_ranks_with_and_without_gpus(capfd):
+def test_the_script_rejects_a_mix_of_ranks_with_and_without_gpus(capfd):
     with pytest.raises(launch.LaunchError):
         launch.run(without_a_gpu, 2, gpu="V100")
     message = "either all ranks must have a GPU or none may; their devices are cpu, vgpu"
     assert message in capfd.readouterr().err
 
 
-def test_the_script_refuses_restarts_that_could_hang(monkeypatch, capsys):
+def test_the_script_rejects_restarts_that_could_hang(monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(SystemExit):
         gpt.join()
@@ -343,7 +343,7 @@ def test_blocks_that_recompute_are_compiled():
     assert re.search(r"graphs: [1-9]", done.stdout), done.stderr
 
 
-def test_the_script_refuses_another_models_checkpoint(run, tmp_path, capfd):
+def test_the_script_rejects_another_models_checkpoint(run, tmp_path, capfd):
     run(f"--steps 2 --checkpoints {tmp_path}")
     with pytest.raises(SystemExit):
         run(f"--steps 4 --width 64 --checkpoints {tmp_path}")
@@ -352,7 +352,7 @@ def test_the_script_refuses_another_models_checkpoint(run, tmp_path, capfd):
     assert message == f"train.py: {different}\n"
 
 
-def test_the_script_refuses_a_folder_that_it_cannot_write_into_before_it_trains(
+def test_the_script_rejects_a_folder_that_it_cannot_write_into_before_it_trains(
     run, tmp_path, capfd
 ):
     (tmp_path / "file").touch()
@@ -376,7 +376,7 @@ def on_its_own_disk(rank, world_size, folder):
         on_a_rank(rank, world_size, ["--steps", "2", "--checkpoints", folder])
 
 
-def test_the_script_refuses_a_folder_that_ranks_do_not_share(tmp_path, capfd):
+def test_the_script_rejects_a_folder_that_ranks_do_not_share(tmp_path, capfd):
     """Otherwise, each host would have only part of a checkpoint that counts as complete."""
     with pytest.raises(launch.LaunchError):
         launch.run(on_its_own_disk, 2, str(tmp_path), gpu="V100")

@@ -16,7 +16,7 @@ def needed(cells: Sequence[Cell], also: Sequence[str] = ()) -> list[Cell]:
     """Return the code cells that the last one needs, in order, including itself.
 
     For each name used, these are the last cell that binds it, and those that change its value
-    afterwards by an assignment or a method call; the same applies to each cell found. ``also`` has
+    afterward by an assignment or a method call; the same applies to each cell found. ``also`` has
     the ids of cells that are needed for other reasons.
     """
     code = [cell for cell in cells if cell.is_code]

@@ -95,9 +95,8 @@ def test_cuda_names_in_command_line_arguments_are_replaced(argument, expected):
 
 
 def test_a_method_called_cuda_gets_both_names():
-    """So do methods that call their superclass's, and methods of classes defined in functions.
-
-    Local functions don't.
+    """This includes methods that call their superclass's method, and methods of classes defined in
+    functions, but not local functions.
     """
     source = """
 def make():

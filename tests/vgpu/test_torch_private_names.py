@@ -36,7 +36,7 @@ print(json.dumps(missing), flush=True)
 os._exit(0)  # taking down all that was imported would take a second
 """
 
-# Patched on import; other tests in this process may or may not have imported them.
+# These are patched on import; other tests in this process may or may not have imported them.
 IMPORTED_LATE = (
     "torch.distributed._symmetric_memory",
     "torch.distributed.fsdp",

@@ -105,7 +105,7 @@ def _run(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return (*written, boxed) if written else boxed
 
 
-# The arguments that a c10d operator has written to and returns, and its collective's ``Ending``.
+# The arguments that a c10d operator wrote to and returns, and its collective's ``Ending``.
 _Result = tuple[tuple[Any, ...], Ending]
 
 
@@ -307,7 +307,7 @@ def _record_functional(
 
 
 def _stream_number(now: Recording, gpu: VirtualGPU, call: Call) -> int:
-    """Return the group's stream number; sends to and receives from each peer have their own."""
+    """Return the group's stream number; messages to and from each peer have their own."""
     key: tuple[Any, ...] = (gpu.index, call.group_name)
     if call.peer is not None:
         key = (*key, call.peer, call.name)

@@ -135,7 +135,7 @@ def _refuse_nccl(backend: str, options: object) -> None:
 
 
 def _never_gloo(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the choice of the backend that ``new_group`` splits, so that it's never gloo.
+    """Wrap the function that picks a backend for ``new_group`` to split, so it never picks gloo.
 
     Since torch 2.15, ``new_group`` calls methods of that backend that only NCCL has.
     """
@@ -151,7 +151,7 @@ def _never_gloo(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _coalescing(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``_coalescing_manager`` so that it gets no device.
 
-    With a device, it uses methods that start and end a group of calls, which only NCCL has. Without
+    With a device, it starts and ends a group of calls with methods that only NCCL has. Without
     one, it issues collectives of the same kind together, and others one by one.
     """
 
@@ -165,7 +165,7 @@ def _coalescing(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _splitting(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``split_group``, which a DeviceMesh calls if the group was created with ``device_id``.
 
-    C++ would split each device's gloo backend separately, and both would rendezvous under one name.
+    C++ would split each device's gloo backend separately; the two would rendezvous under one name.
     """
 
     @functools.wraps(plain)
@@ -194,7 +194,7 @@ def _splitting(plain: Callable[..., Any]) -> Callable[..., Any]:
     return split_group
 
 
-# What ranks compare: NCCL rejects two ranks on the same GPU, and dtypes must be equal
+# What ranks compare: NCCL rejects two ranks on the same GPU, and dtypes must match
 
 
 class _Comparison:
@@ -212,7 +212,7 @@ class _Comparison:
 
 
 _KEYS = 256
-"""How many collectives a rank may be ahead of one that hasn't compared its dtypes yet."""
+"""How many collectives a rank may be ahead of a rank that hasn't compared its dtypes yet."""
 
 _comparisons: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Comparison]" = (
     weakref.WeakKeyDictionary()
@@ -325,8 +325,9 @@ def _with_virtual_result(plain: Callable[..., Any]) -> Callable[..., Any]:
 #
 # In C++, wrappers of virtual tensors, such as DTensors and the results of functional collectives,
 # must be on the device type for which autograd has a queue (memory/gpus.py); Python shows the
-# virtual device. Such a class is patched when its first tensor is created or, if C++ creates that
-# tensor, when the class's module is imported. Enabling virtual GPUs imports none of these modules.
+# virtual device. A wrapper class is patched when its first tensor is created or, if C++ creates
+# that tensor, when the class's module is imported. Enabling virtual GPUs imports none of these
+# modules.
 
 
 def _install_wrappers(changes: Changes) -> None:
@@ -403,7 +404,7 @@ def _show_device_of_dtensors(module: ModuleType, changes: Changes) -> None:
 
 
 def _read_offset(module: ModuleType, changes: Changes) -> None:
-    """Let DTensor find a generator's offset, which it sets per shard, at the end of vgpu's state.
+    """Let DTensor, which sets a generator's offset per shard, find it at the end of vgpu's state.
 
     torch reads a state of 16 bytes, as in CUDA's generator: a seed, then an offset.
     """
@@ -429,7 +430,7 @@ def _read_offset(module: ModuleType, changes: Changes) -> None:
 # DistributedDataParallel
 
 ddp_groups: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
-"""Groups over which a DistributedDataParallel reduces gradients; not names, as those are reused."""
+"""Groups over which DDP reduces gradients; not their names, because names are reused."""
 
 
 def _without_times(plain: Callable[..., Any]) -> Callable[..., Any]:

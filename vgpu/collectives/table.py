@@ -329,8 +329,9 @@ _reduce_scatter = _all_gather  # the same steps, with a sum in each
 def _broadcast(size_bytes: float, count: int, route: Route) -> float:
     """Return the time of a chain: small parts pass from GPU to GPU, so all links are busy at once.
 
-    The bytes take as long as over one link, and each of the n - 1 hops adds its latency. Source:
-    Chan et al., 2007, Collective communication: theory, practice, and experience (pipelined).
+    The bytes take as long as they would over one link, and each of the n - 1 hops adds its latency.
+    Source: Chan et al., 2007, Collective communication: theory, practice, and experience
+    (pipelined).
     """
     return route.steps_s(count) + size_bytes / route.ring_bytes_per_s
 
@@ -502,8 +503,8 @@ COLLECTIVES: dict[str, Collective] = {
         sent_share=lambda count: 0.0,
         seconds=_send,
     ),
-    # Not a function of torch, but the simulator's step around a ring: each GPU sends to one and
-    # receives from one.
+    # Not a function of torch, but the simulator's step around a ring: each GPU sends to one
+    # neighbor and receives from the other.
     "permute": Collective(
         operators={},
         size_bytes=_inputs,

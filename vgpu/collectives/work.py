@@ -44,7 +44,7 @@ def _references(values: list[Any]) -> list[int]:
     return [sys.getrefcount(value) for value in values]
 
 
-_ALONE = _references([object()])[0]  # Python versions count differently
+_ALONE = _references([object()])[0]  # the count differs between Python versions
 
 
 class _Awaited(Protocol):
@@ -210,7 +210,7 @@ class Ending:
         gloos: dist.Work | OwnMessage | None = None,
         buffers: BorrowedBuffers | None = None,
     ) -> None:
-        """``gloos`` is the work that transfers the values; None if it's done or there are none."""
+        """``gloos`` is the work that transfers the values; None if none are left to transfer."""
         self._name = call.name
         self._is_send = call.name == "send"
         self.outputs: Tensors = call.inputs if self._is_send else call.outputs
@@ -223,7 +223,7 @@ class Ending:
         self._in_background: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta) -> bool:
-        """Wait as ``Work.wait`` does; without a timeout, the group's applies."""
+        """Wait as ``Work.wait`` does; without a timeout, the group's timeout applies."""
         self.wait_for_values(timeout)
         self.waiting()
         if self._is_send:
@@ -379,8 +379,8 @@ class _BucketWork(dist.Work):
     def __init__(self, ending: Ending) -> None:
         super().__init__()
         self._ending = ending
-        # The callback keeps this object alive for the whole pass: C++ calls it only while it
-        # exists.
+        # The callback keeps this object alive for the whole pass: C++ calls its methods only
+        # while it exists.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:

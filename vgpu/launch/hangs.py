@@ -186,7 +186,7 @@ def rank_state(thread: int, stage: str) -> RankState:
 def is_library(filename: str) -> bool:
     """Whether a frame's file belongs to Python, to an installed package or to vgpu."""
     if filename.startswith("<"):
-        return filename.startswith("<frozen")  # any other such name is code that was typed in
+        return filename.startswith("<frozen")  # any other name in <> is code that was typed in
     path = Path(filename).resolve()
     return not _INSTALLED.isdisjoint(path.parts) or any(map(path.is_relative_to, _LIBRARIES))
 
@@ -326,7 +326,7 @@ def explain(states: Sequence[RankState | None], name_file: Callable[[str], str])
 
 
 def is_deadlock(states: Sequence[RankState | None], within_s: float = float("inf")) -> bool:
-    """Whether no rank can ever continue: each is waiting for one that's gone, stopped or waiting.
+    """Whether no rank can ever continue: each waits for one that's gone, stopped or also waiting.
 
     It considers collectives (the flight recorder knows which ranks have arrived), blocking ``send``
     and ``recv``, and ``new_group``. The answer is certain if no rank made progress while the states

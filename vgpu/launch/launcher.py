@@ -51,7 +51,7 @@ RELEASE_LIMIT_S = 10.0
 """Time limit for the ranks' processes to exit once every function has returned."""
 
 SHORT_LIMIT_S = 300.0
-"""A group whose timeout is shorter than both this and the run's raises its own error."""
+"""A group whose timeout is shorter than both this and the run's timeout raises its own error."""
 
 
 def run(

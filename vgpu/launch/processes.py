@@ -232,8 +232,8 @@ class RankProcesses:
         ready = wait([*pipes, *sentinels], timeout_s)
         now_ns = time.monotonic_ns()
         for rank in alive:
-            # A dead process's pipe has everything that it wrote. A live one may keep writing, and
-            # the others need their turn.
+            # A dead process's pipe has everything that it wrote. A live process may keep writing,
+            # and the other pipes need their turn.
             ended = rank.process.sentinel in ready
             self._read_output(rank, everything=ended)
             self._read_control(rank)

@@ -1,8 +1,8 @@
 """Bytes on each virtual GPU: allocated, peak and capacity, and records of every change.
 
 A block belongs to a storage, so it's counted once, however many tensors view it, and freed with the
-last reference, be it a variable or a tensor saved by autograd. The block is an attribute of the
-storage's Python object, which torch keeps alive as long as the storage itself.
+last reference, whether that's a variable or a tensor saved by autograd. The block is an attribute
+of the storage's Python object, which torch keeps alive as long as the storage itself.
 
 How much CUDA's caching allocator would reserve for the blocks is computed on demand
 (caching_allocator.py), and doesn't determine what fits. The memory of CUDA's context isn't counted.

@@ -6,7 +6,7 @@ constants. Settings are the defaults, or ``expandable_segments:True``.
 
 The model leaves out ``record_stream``, which on CUDA delays the reuse of a block until another
 stream has caught up, and memory that's allocated outside the allocator (the CUDA context, NCCL).
-``Reserve``, what a virtual GPU would reserve, also differs from CUDA's allocator in two ways:
+``Reserve``, which a virtual GPU uses, also differs from CUDA's allocator in two ways:
 outside a recording of virtual time, it assumes that a backward pass allocates on the default
 stream; and if fragmentation leaves no room, CUDA's allocator fails, whereas a virtual GPU exceeds
 its capacity.

@@ -17,8 +17,8 @@ DEVICE_TYPE = "vgpu"
 # torch ships no kernels; Lazy is the only one (tensor/tensor.py).
 CPP_DEVICE_TYPE = "lazy"
 # For "vgpu" without an index, C++ asks the device guard for the current device. A guard in Python
-# can only return a type, for which C++ assumes index 0. A type that no tensor has distinguishes
-# "the current device" from vgpu:0.
+# can only return a type, for which C++ assumes index 0. It returns a type that no tensor has, so
+# that "the current device" can be told from vgpu:0.
 CURRENT_DEVICE_TYPE = "ve"
 _OUR_TYPES = (DEVICE_TYPE, CPP_DEVICE_TYPE, CURRENT_DEVICE_TYPE)
 
@@ -120,7 +120,7 @@ def _name(count: int) -> None:
 def of_another_host() -> Iterator[None]:
     """Let the ``with`` block make another host's GPUs available.
 
-    Afterwards, the previous GPUs are restored, including their bytes, peaks, generators and each
+    Afterward, the previous GPUs are restored, including their bytes, peaks, generators and each
     thread's current device and streams. Memory that's still allocated on the other host, for
     example by modules in reference cycles, counts only there.
     """
@@ -203,7 +203,7 @@ streams_of_nodes: dict[int, tuple[int, int]] = {}
 def set_streams() -> dict[int, Any]:
     """Return the streams set by this thread, or in this backward pass, by GPU index.
 
-    The engine makes a node's stream current; a hook can then set another one.
+    The engine makes a node's stream current; a hook can then set a different one.
     """
     current = in_use.current
     backward = graph_task()
@@ -227,8 +227,8 @@ def set_stream_number(index: int) -> int | None:
 def current_stream_number(index: int) -> int:
     """Return the number of the current stream of a GPU in this thread; 0 is the default stream.
 
-    In a backward pass, it's the node's stream (only known in a recording), unless a hook set
-    another.
+    In a backward pass, it's the node's stream (only known in a recording), unless a hook set a
+    different one.
     """
     number = set_stream_number(index)
     if number is None:

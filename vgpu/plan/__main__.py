@@ -1,4 +1,4 @@
-"""Plan how to train a transformer on a cluster, or how to serve it, without having one.
+"""Plan how to train or serve a transformer on a cluster that you don't have.
 
 For training, PyTorch's own FSDP2 and tensor parallelism run on virtual GPUs, as one rank of the
 cluster or, for a pipeline, as one rank of each kind of stage. Bytes are counted, time is virtual,
@@ -53,7 +53,7 @@ examples:
 """
 
 ADVICE = """\
-To keep less on each GPU: a smaller --batch, --recompute full, --reshard-after-forward, or more
+To use less memory per GPU: a smaller --batch, --recompute full, --reshard-after-forward, or more
 ranks (--dp-shard, --tp, --pp). --search lists all layouts, batches and recomputation policies that
 fit."""
 
@@ -121,7 +121,7 @@ _SEARCH = {
     "sequences": "maximum number of sequences per step, across all GPUs",
 }
 _COSTS = {"arithmetic_share": "arithmetic_share", "compile": "fuses", "async_tp": "async_tp"}
-"""The options that are costs, with the names that ``predict`` has for them."""
+"""The options for costs, with the names that ``predict`` uses for them."""
 _SEARCHED = ("batch", "recompute", "reshard_after_forward", "trace")
 """Options that can't be combined with ``--search``."""
 _SERVE = {

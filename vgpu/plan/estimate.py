@@ -117,7 +117,7 @@ class Traffic:
     """The traffic along one dimension in one step."""
 
     dimension: str
-    ranks: tuple[int, ...]  # of the slowest group, or of rank 0's if all are equally slow
+    ranks: tuple[int, ...]  # of the slowest group, or of rank 0's group if all are equally slow
     link: str
     sent_bytes: float  # by each GPU
     sending_s: float

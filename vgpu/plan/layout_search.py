@@ -220,8 +220,8 @@ def _tried(group: list[Candidate], **costs: Any) -> list[Candidate]:
 def _known(plan: Plan, earlier: list[Candidate]) -> str:
     """Return why other plans of the same layout rule out a plan, or "" if they don't.
 
-    This assumes that recomputing and regathering less takes no less memory and no more time, and
-    that a larger batch takes more memory and less time per token.
+    This assumes that recomputing and regathering less takes at least as much memory and at most as
+    much time, and that a larger batch takes more memory and less time per token.
     """
     for one in earlier:
         other = one.plan

@@ -6,12 +6,12 @@ eight 80 GB A100s, NVLink 3, and eight 200 Gb/s InfiniBand adapters; float16, se
 
 A layer (megatron_layers.py), the embedding, the loss and the optimizer's step are recorded on one
 rank of the tensor-parallel group, with elementwise chains fused as in Megatron-LM's kernels. Each
-takes its GPU time, or more if its host time is about as long or longer: see ``CALL_S``. The stages
-run the schedules of ``vgpu.plan.schedules``; the ranks of a tensor-parallel group are neighbors,
-then come data-parallel ranks, then stages. A sending stage waits until the message has arrived, as
-in Megatron-LM in 2021; a message uses all of the host's adapters at once (section 4.1 of the
-paper). Then come the exposed all-reduce of gradients and the optimizer's step; ``shards_optimizer``
-and ``overlaps`` work as in Megatron-Core's distributed optimizer.
+part takes its GPU time, or more if its host time is about as long or longer: see ``CALL_S``. The
+stages run the schedules of ``vgpu.plan.schedules``; the ranks of a tensor-parallel group are
+neighbors, then come data-parallel ranks, then stages. A sending stage waits until the message has
+arrived, as in Megatron-LM in 2021; a message uses all of the host's adapters at once (section 4.1
+of the paper). Then come the exposed all-reduce of gradients and the optimizer's step;
+``shards_optimizer`` and ``overlaps`` work as in Megatron-Core's distributed optimizer.
 
 Matmuls whose tiles don't fill the GPU take longer, as in ``vgpu/time/costs.py``. Not modeled:
 the all-reduce of the embedding's gradients between the first and last stage, and which algorithm

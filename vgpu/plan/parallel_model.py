@@ -120,7 +120,7 @@ class _Product(torch.autograd.Function):
     """A matmul of (..., inputs) by (outputs, inputs) to (..., outputs).
 
     ``_Saved`` has its backward and comes first, so that recomputing a block can stop before its
-    last matmul, whose output backward doesn't need. torch.compile leaves that matmul out, too.
+    last matmul: backward doesn't need its output. torch.compile leaves that matmul out, too.
     """
 
     @staticmethod
@@ -146,7 +146,7 @@ class _Saved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        # First, before recomputation casts other tensors.
+        # This must come before recomputation casts other tensors.
         sent, sent_scale = ctx.casts.of(gradient, GRADIENTS)
         values, scale, weight = ctx.saved_tensors
         rows = sent.flatten(0, -2), sent_scale
@@ -478,7 +478,7 @@ def adam_with_state(module: nn.Module) -> torch.optim.AdamW:
 def without_garbage() -> Iterator[None]:
     """When the block ends, collect the garbage that it left in reference cycles.
 
-    FSDP2 replaces parameters; otherwise, the old ones' memory would be freed in the middle of a
+    FSDP2 replaces parameters; without this, the old ones' memory would be freed in the middle of a
     later step. With automatic collection off, all new objects are in the youngest generation, which
     is quick to collect, whereas a full collection goes through all of torch's objects.
     """

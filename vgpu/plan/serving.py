@@ -167,7 +167,7 @@ class Server:
         return self._forward_s(group, group, group * (context + 1), group * (context + 1))
 
     def generate_s(self, batch: int, prompt: int, output: int) -> float:
-        """Return the time of a static batch: ``batch`` prompts of one length, and their outputs."""
+        """Return the time of a static batch of ``batch`` prompts of equal length, with outputs."""
         check_count("output", output)
         group = math.ceil(batch / self.pp)
         prefill_s = self.forward_s([(prompt, 0)] * group)
@@ -182,7 +182,7 @@ class Server:
         check_count("batch", batch)
         check_count("output", output)
         group = math.ceil(batch / self.pp)
-        prompts = group / output  # that start in each step
+        prompts = group / output  # prompts that start in each step
         context = prompt + output // 2
         step_s = self._forward_s(
             group + math.ceil(prompts * prompt),

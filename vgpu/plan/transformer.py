@@ -18,8 +18,8 @@ from vgpu.time.costs import check_count
 # A router picks ``per_token`` experts for each token. All experts have the same number of slots,
 # which follows from ``capacity``. Tokens are sorted into the slots, and dropped if an expert has
 # none left. Each of SwiGLU's three matmuls is batched over the experts. A capacity of 1 costs as
-# much as dropless training with balanced experts; a larger one, as much as if the busiest expert
-# had that many times the mean load.
+# much as dropless training with balanced experts; a larger capacity costs as much as if the
+# busiest expert had that many times the mean load.
 #
 # With expert parallelism, each rank has some of the experts, and slots are sent to their ranks and
 # back (all-to-all), forward and backward; as in GShard, each token is sent once per expert. With

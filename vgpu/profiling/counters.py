@@ -130,7 +130,7 @@ class CollectiveCounter(CollectiveObserver):
     """Counts what this rank sends in a ``with`` block, including during backward.
 
     ``calls`` has each collective's name and size in bytes. As defined by nccl-tests
-    (doc/PERFORMANCE.md), the size is the output's for ``all_gather``, and the input's for
+    (doc/PERFORMANCE.md), it's the size of the output for ``all_gather``, and of the input for
     ``reduce_scatter``. ``sent_bytes`` is the rank's total with ring algorithms; barriers don't
     count. Raises NotImplementedError for ``gather`` and ``scatter``, in which ranks send different
     amounts.

@@ -33,7 +33,7 @@ CAUSES = (PARAMETERS, STATE, GRADIENTS, GATHERED, ACTIVATIONS, TEMPORARY, OTHER)
 
 
 class PeakByCause:
-    """A context manager around a step; afterwards, ``by_cause`` has the bytes at its (first) peak.
+    """A context manager around a step; afterward, ``by_cause`` has the bytes at its (first) peak.
 
     Their sum is the step's ``max_memory_allocated()``. The causes are:
 
@@ -94,7 +94,7 @@ class PeakByCause:
         self._know(GRADIENTS, [parameter.grad for parameter in self._model.parameters()])
         self._know(STATE, self._state())
         self.by_cause = self._at_peak(self._record.events_on(self._device))
-        # Don't keep anything of the step alive.
+        # Don't keep anything from the step alive.
         del self._model, self._optimizer, self._record, self._recording, self._hooks, self._hooked
 
     def _state(self) -> list[Any]:

@@ -1,7 +1,7 @@
 """Operators whose CUDA kernels support more dtypes than the CPU's, or return different results.
 
-CPU kernels compute them here, with the dtypes and buffers of the CUDA kernels. In torch, some exist
-only for GPUs: those for RMSNorm, nn.SyncBatchNorm and fused attention.
+CPU kernels compute them here, with the dtypes and buffers of the CUDA kernels. In torch, some of
+these operators exist only for GPUs: those for RMSNorm, nn.SyncBatchNorm and fused attention.
 """
 
 import math

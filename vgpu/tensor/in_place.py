@@ -1,7 +1,7 @@
-"""In-place changes other than to values: to a tensor's shape (``t_``, ``resize_``) or ``.data``.
+"""In-place changes to a tensor's shape (``t_``, ``resize_``) or ``.data``, not to its values.
 
 Other tensors may refer to the one that changes: views share its memory, and gradients belong to
-their tensors. Autograd and torch handle them in C++ for plain tensors; here, Python does it.
+their tensors. For plain tensors, autograd and torch handle this in C++; here, Python code does.
 """
 
 import functools
@@ -326,7 +326,7 @@ def _accumulates(tensor: torch.Tensor) -> Node:
 
 
 def _refuse_backward(node: Node) -> None:
-    """Make existing graphs raise an error: they'd accumulate gradients into the old contents."""
+    """Make existing graphs raise an error; gradients would go to the old contents."""
 
     def refuse(grad_outputs: Any) -> None:
         raise RuntimeError(

@@ -82,7 +82,7 @@ class TensorMethods(torch.Tensor):
     _gpu: VirtualGPU
     _block: Block | None = None  # for shapes, which have no storage with values
     _inner: torch.Tensor  # a CPU tensor with the values; for shapes, a meta tensor
-    _given_data = False  # whether .data was assigned: earlier views then have other memory
+    _given_data = False  # whether .data was assigned: earlier views then have different memory
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -140,7 +140,7 @@ class TensorMethods(torch.Tensor):
     def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         """Run the legacy constructor.
 
-        The C++ one ignores the device index and fails for sparse tensors.
+        The C++ constructor ignores the device index and fails for sparse tensors.
         """
         if self.layout is torch.sparse_coo and args:
             return torch.sparse_coo_tensor(

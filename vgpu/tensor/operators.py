@@ -80,7 +80,7 @@ def decompose(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
     In inference mode, where autograd is skipped, the operator is dispatched as a whole. In that
     mode, a view of a normal tensor shares the tensor's version counter; outside it, an inference
-    tensor must not be modified. C++ enforces both, for the operator or for its parts.
+    tensor must not be modified. C++ enforces both rules, for the operator or for its parts.
     """
     inference = torch.is_inference_mode_enabled() or any(
         isinstance(value, torch.Tensor) and value.is_inference() for value in args
@@ -413,7 +413,7 @@ class OperatorInfo:
 
         With masks, the host must know how many elements they select, unless a single value is
         filled in with a single mask (``canDispatchToMaskedFill``, which also requires the value
-        to be on the CPU; on CUDA, a Python number is). Masks reach this point only in calls on
+        to be on the CPU, as a Python number is). Masks reach this point only in calls on
         shapes: for tensors with values, parts.py has already converted them to indices.
         """
         if not self.indexes:

@@ -32,7 +32,7 @@ _NESTED_ENCODER = (
     "in evaluation mode, without gradients and with src_key_padding_mask, nn.TransformerEncoder "
     "converts its input to a nested tensor, and nested tensors are not supported on virtual GPUs: "
     "create the encoder with enable_nested_tensor=False. Ignore its output at padded positions, "
-    "where a nested tensor leaves zeros; elsewhere it is the same"
+    "where a nested tensor leaves zeros; elsewhere, it is the same"
 )
 _QUANTIZED = "quantized tensors are not supported on virtual GPUs: quantize on the CPU"
 _FORWARD_MODE = (
@@ -330,9 +330,9 @@ def _check_hosts(func: Operator, args: Args, kwargs: Kwargs) -> None:
         if gpu is not None and gpus.setdefault(tensor.device, gpu) is not gpu:
             raise RuntimeError(
                 f"{func._schema.name} got tensors from two hosts: {name}, of size "
-                f"{list(tensor.size())}, is on {tensor.device}, and so is another, but one of the "
-                "two was created before a vgpu.cluster block, or in one that has ended. Create "
-                "both in the block, or move one into it through the host: x.cpu().to(...)"
+                f"{list(tensor.size())}, is on {tensor.device}, and so is another tensor, but one "
+                "of the two was created before a vgpu.cluster block, or in one that has ended. "
+                "Create both in the block, or move one into it through the host: x.cpu().to(...)"
             )
 
 
@@ -383,7 +383,7 @@ def _check_convolution(func: Operator, args: Args, kwargs: Kwargs) -> None:
 
 
 def _check_indexing(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """Accept indices on the CPU, and also a value if it's a scalar."""
+    """Accept indices on the CPU, and a value on the CPU if it's a scalar."""
     tensor = args[0]
     for name, other in _named_tensors(func, args[1:], kwargs, skip=1):
         if other.device == tensor.device or _is_cpu_scalar(other):

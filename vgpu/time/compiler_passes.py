@@ -126,7 +126,7 @@ class Fusion(_Pass):
     def __init__(self) -> None:
         super().__init__()
         self._chains: dict[int, _Chain] = {}  # those neither launched nor released
-        # For live results that are only reordered inputs: the kernel's event, by the result's.
+        # For live results that are only reordered inputs: the result's event → the kernel's.
         self._moved: dict[int, int] = {}
 
     def steps(self, steps: Iterable[ProgramStep]) -> list[ProgramStep]:

@@ -292,8 +292,8 @@ class CostModel:
     def changed(self, changes: Mapping[str, Any]) -> "CostModel":
         """Return a copy with some fields changed; fields that have presets accept a preset's name.
 
-        ``gpu`` sets ``spec``. A link that is the old GPU's own becomes the new GPU's, unless
-        ``link`` is also passed.
+        ``gpu`` sets ``spec``. If the link is the old GPU's own, it's replaced by the new
+        GPU's own, unless ``link`` is also passed.
         """
         new = dict(changes)
         if "gpu" in new:
@@ -453,7 +453,8 @@ def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Workload
     )
     if fused is not None and fused.causal:
         flop //= 2  # the masked half is skipped, but the counter counts it
-    # Each argument is read once and each result written once; an argument changed in place is both.
+    # Each argument is read once and each result written once; an argument changed in place is read
+    # and written.
     touched = [*tensors_in((args, tuple(kwargs.values()))), *tensors_in(result)]
     size_bytes = sum(touched_bytes(tensor) for tensor in touched)
     if not flop:

@@ -290,7 +290,7 @@ class GrowingProgram:
         return [stream for stream in self._streams.values() if stream.device == gpu.device]
 
     def wait_stream(self, stream: RecordedStream, other: RecordedStream) -> None:
-        """Record the program's ``stream.wait_stream(other)``, which ends compiled code on both."""
+        """Record the program's ``stream.wait_stream(other)``: it ends compiled code on both."""
         self.break_graph(stream)
         self.break_graph(other)
         self.wait_enqueued(stream, other)

@@ -11,7 +11,7 @@ block that is freed while another stream may still use it, without ``record_stre
 that uses new memory without waiting for the stream on which it was allocated.
 
 Three kinds aren't detected: races with allocations, writes or reads from before the recording; a
-host that reads the result of a copy before it has finished; and a backward hook that switches to a
+host that reads a copy's result before the copy has finished; and a backward hook that switches to a
 stream that doesn't wait for the gradient.
 """
 
@@ -114,7 +114,7 @@ class Accesses:
     def _races(self, name: str, stream: RecordedStream, before: Enqueued) -> bool:
         """Report a race if the stream's next operation may start before ``before`` has finished.
 
-        Returns whether it may. In a backward pass, the stream waits instead.
+        Returns whether there's a race. In a backward pass, the stream waits instead.
         """
         if not self._is_of_this(before) or self._program.happens_before(before, stream):
             return False

@@ -1,6 +1,6 @@
 """``record()``, which records what happens on virtual GPUs in a block, and ``spend()``.
 
-A recording is called before and after every operation on values or shapes
+A recording is notified before and after every operation on values or shapes
 (vgpu/tensor/tensor.py). It determines who issued the operation (host_threads.py), whether its
 inputs are ready (races.py) and what it costs (costs.py), and appends one step to the program
 (program.py). If the cost model sets ``fuses``, and in code compiled by torch.compile, elementwise
@@ -271,7 +271,7 @@ class Recording:
     # Copies
 
     def before_copy(self, source: torch.Tensor) -> torch.Tensor:
-        """Report races; return what to copy: ``source``, or garbage if it isn't written yet."""
+        """Report races; return what to copy: ``source``, or garbage if it's read too early."""
         if not isinstance(source, VirtualTensor) or gpu_of(source) is None:
             return source
         stream, host = self.call_sites.of("copy", source._gpu, note=False)

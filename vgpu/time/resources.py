@@ -2,9 +2,9 @@
 
 A resource, such as a GPU's multiprocessors or one direction of a link, does one thing at a time. A
 collective starts when all of its ranks are ready and its links are free: each GPU has at most one
-outgoing and one incoming transfer at a time within its host, and one of each to and from other
-hosts. A message waits for its receiver, as with NCCL. Ranks that aren't in the simulation are
-assumed to be ready as soon as the others are.
+outgoing and one incoming transfer at a time within its host, and one of each with other hosts. A
+message waits for its receiver, as with NCCL. Ranks that aren't in the simulation are assumed to be
+ready as soon as the others are.
 """
 
 import bisect

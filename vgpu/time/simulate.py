@@ -4,7 +4,7 @@ A ``Simulator`` simulates one process: what its threads and streams do, and when
 
 The host needs a few microseconds to launch an operation. The operation starts on its stream when
 the host has launched it, the stream is free, and the events it waits for have happened. A copy
-between GPUs occupies the current streams of both. A host that reads a value waits for it.
+between GPUs occupies the current streams of both GPUs. A host that reads a value waits for it.
 
 A kernel on a high-priority stream overtakes others (resources.py). It may delay kernels that were
 launched earlier and have already been simulated. If so, the last of them ends that much later,

@@ -4,11 +4,11 @@
 
 C++ chooses the kernel by device type, and doesn't know ours. This file chooses as on CUDA: the
 first kernel, in torch's order, that's enabled (``torch.nn.attention.sdpa_kernel``) and supports the
-inputs on this GPU; if there's none, it raises an error. On an A100, that's flash attention for
+inputs on this GPU; if there's none, it raises an error. On an A100, flash attention is chosen for
 float16 and bfloat16 without a mask, memory-efficient attention for float32 or with a mask, and the
 math implementation for float64. In place of cuDNN's kernel, one of the other two fused kernels
-runs; it saves as many bytes for backward. Attention that the CPU's fused kernel doesn't support, such as
-attention with dropout, is computed unfused.
+runs; it saves as many bytes for backward. Attention that the CPU's fused kernel doesn't support,
+such as attention with dropout, is computed unfused.
 """
 
 import functools
@@ -392,8 +392,8 @@ def _refuse(left_out: dict[str, Any]) -> None:
 #
 # PyTorch has a kernel for CUDA, and an eager implementation with plain operators that stores the
 # full score matrix (``math_attention`` in torch/_higher_order_ops/flex_attention.py). Autograd goes
-# through the latter, so tensors that ``score_mod`` uses get gradients, too. As in the kernel, the
-# backward pass recomputes the scores, and only the inputs and outputs are saved for it. One
+# through the eager one, so tensors that ``score_mod`` uses get gradients, too. As in the kernel,
+# the backward pass recomputes the scores, and only the inputs and outputs are saved for it. One
 # difference remains: while the eager implementation runs, all scores count as allocated, whereas
 # the kernel never stores them all.
 

@@ -162,7 +162,7 @@ class Stream(torch.Stream):
 
     @property
     def priority(self) -> int:
-        """The priority: 0, or negative if kernels overtake those on other streams, as in CUDA."""
+        """0, or negative if the stream's kernels overtake other streams' kernels, as in CUDA."""
         return gpus.stream_priorities.get(self.stream_id, 0)
 
     def query(self) -> bool:

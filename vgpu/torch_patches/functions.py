@@ -94,7 +94,7 @@ _CLASSES: dict[str, Callable[..., Any]] = {
 
 def install(changes: Changes) -> None:
     _install_accelerator(changes)
-    constructors = _device_constructors()  # torch caches the list from the first call
+    constructors = _device_constructors()  # torch caches the list on the first call
     for name, make in (("as_tensor", as_tensor), ("asarray", asarray)):
         changes.wrap_function(name, make, torch, for_classes=False)
         changes.add(constructors, getattr(torch, name))

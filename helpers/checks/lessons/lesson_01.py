@@ -1,4 +1,4 @@
-"""Checks for lesson 01: nested batches, a script with device bugs, visible devices."""
+"""Checks for lesson 01: nested batches, a script with device bugs, and visible devices."""
 
 import os
 import random
@@ -108,8 +108,8 @@ def _compare(yours: Any, given: Any, device: torch.device, place: str) -> None:
         keys = list(given) if keyed else range(len(given))
         if (list(yours) if keyed else range(len(yours))) != keys:
             raise Wrong(
-                yours=f"{place} holds {list(yours) if keyed else len(yours)}",
-                expected=f"{keys if keyed else len(given)}",
+                yours=f"{place} has {f'the keys {list(yours)}' if keyed else f'length {len(yours)}'}",
+                expected=f"the keys {keys}" if keyed else f"length {len(given)}",
                 hint="Every entry belongs in the result, in the same order.",
             )
         for key in keys:
@@ -157,7 +157,7 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def _shape_of(batch: Any) -> Any:
-    """The ids of all objects in a batch, to detect whether it was modified."""
+    """Return the ids of all objects in a batch, to detect whether the batch was modified."""
     if isinstance(batch, (list, tuple)):
         return [id(batch), *map(_shape_of, batch)]
     if isinstance(batch, dict):
@@ -166,7 +166,7 @@ def _shape_of(batch: Any) -> Any:
 
 
 def _sketch(batch: Any) -> str:
-    """A batch on one short line, which shows only the device of each tensor."""
+    """Return a batch as one short line that shows only the device of each tensor."""
     if isinstance(batch, torch.Tensor):
         return f"<{batch.device}>"
     if isinstance(batch, dict):
@@ -244,7 +244,7 @@ def _expect_model_on(model: nn.Module, device: torch.device) -> None:
             "and no optimizer trains a buffer.",
         )
     places = {name: str(t.device) for name, t in {**parameters, **buffers}.items()}
-    hint = "The entire model must be on the device: move it, not its pieces."
+    hint = "The entire model must be on the device: move the model, not its pieces."
     expect_equal(places, dict.fromkeys(places, str(device)), hint=hint)
 
 

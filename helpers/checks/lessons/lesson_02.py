@@ -1,4 +1,4 @@
-"""Checks for lesson 02: a silent wrong gradient, a meter without a graph, a head to train."""
+"""Checks for lesson 02: a silently wrong gradient, a graph-free meter, and training only a head."""
 
 import gc
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from vgpu.units import format_bytes
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-@exercise("2.1", "Find the silent wrong gradient")
+@exercise("2.1", "Find the silently wrong gradient")
 def loss_today(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
     size, classes, batch = (int(torch.randint(3, 9, ())) for _ in range(3))
     weight = torch.randn(size, classes, dtype=torch.float64) * 0.3
@@ -49,7 +49,7 @@ def loss_today(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
     before_off, off = ((g - right_gradient).abs().max() for g in (hidden_gradient, gradient))
     return {
         "your gradient": f"off by at most {off:.1g}",
-        "loss_2017's": f"off by at most {before_off:.1g}",
+        "loss_2017's gradient": f"off by at most {before_off:.1g}",
     }
 
 
@@ -181,7 +181,7 @@ def head_loss(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
         expect_graph(loss, "a loss", hint)
         loss.backward()
         expect_close(head.weight.grad, right, hint="The gradient of the head's weight is wrong.")
-    return {"your graph": "only the head's", "graphs in the backbone": "0, as required"}
+    return {"your graph": "only in the head", "graphs in the backbone": "0, as required"}
 
 
 def _with_recording_restored(answer: Callable[..., Any], *given: Any) -> Any:
@@ -204,7 +204,7 @@ def _expect_backbone_untouched(backbone: Watched) -> None:
         raise Wrong(
             yours=f"{len(backbone.recorded)} calls to the backbone",
             expected="1",
-            hint="Call it once.",
+            hint="Call the backbone once.",
         )
     if not all(parameter.requires_grad for parameter in backbone.parameters()):
         raise Wrong(

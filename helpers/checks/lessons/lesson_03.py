@@ -1,4 +1,4 @@
-"""Checks for lesson 03: evaluation, one read-back per epoch, checkpoints, resuming mid-epoch."""
+"""Checks for lesson 03: evaluation, one read-back per epoch, checkpoints, and mid-epoch resume."""
 
 import copy
 import inspect
@@ -49,7 +49,7 @@ def _float_or_wrong(value: Any, name: str) -> float:
 
 @exercise("3.1", "An evaluation with three bugs")
 def check_evaluate(evaluate: Callable) -> dict[str, Any]:
-    # The last batch may be full or short, and the model on the CPU or a GPU, in either mode.
+    # Try a full and a short last batch, and a model on the CPU and on a GPU, in both modes.
     for device in (torch.device("cpu"), devices.lab(1)[0]):
         for training, short in ((True, False), (False, True), (True, True)):
             loss, share = _check_one_evaluation(evaluate, device, training, short)
@@ -82,7 +82,7 @@ def _check_one_evaluation(
         raise Wrong(
             yours=f"{'train' if model.training else 'eval'} mode",
             expected=f"{mode} mode",
-            given=f"the model's mode afterward; {given}",
+            given=f"the model's mode after the call; {given}",
             hint="Save model.training before model.eval(), and restore it at the end.",
         )
     return expected
@@ -188,7 +188,10 @@ def _check_quiet(model: Watched, plain: Watched, given: str) -> None:
             expected="at most 1",
             hint="What you add up still holds its graph: loss.detach() holds only the value.",
         )
-    hint = "The weights differ from the lesson's loop: call zero_grad, backward and step per batch."
+    hint = (
+        "The lesson's loop ends with different weights: call zero_grad, backward, and step for each "
+        "batch."
+    )
     mine = model.state_dict()
     for name, value in plain.state_dict().items():
         expect_close(mine[name], value, given=f"{name} after the epoch; {given}", hint=hint)
@@ -197,7 +200,7 @@ def _check_quiet(model: Watched, plain: Watched, given: str) -> None:
 _PARTS = {
     "model": "Without its weights, the run starts over: run.model.state_dict().",
     "optimizer": "AdamW's moments start at zero: run.optimizer.state_dict().",
-    "scheduler": "The learning rate starts its schedule over: run.scheduler.state_dict().",
+    "scheduler": "The learning-rate schedule starts over: run.scheduler.state_dict().",
     "order": "The next epoch's batches come in a different order: run.loader.generator.get_state().",
     "cpu_random": "The CPU's random numbers differ after the stop: torch.get_rng_state().",
     "gpu_random": "Dropout drops different activations: gpu_api.get_rng_state(device).",
@@ -235,7 +238,7 @@ def check_state(state: Callable) -> dict[str, Any]:
                         expected=f"{name}: {describe(part)}",
                         hint=_PARTS[name],
                     )
-    return {"your checkpoint": f"{len(saved)} parts, each equal to the run's after loading"}
+    return {"your checkpoint": f"{len(saved)} parts; after loading, each matches the run's state"}
 
 
 def _same(yours: Any, expected: Any) -> bool:
@@ -251,7 +254,7 @@ def _same(yours: Any, expected: Any) -> bool:
 
 
 class _SmallRun:
-    """A run as in the lesson, with a network of four inputs, six batches an epoch, and dropout."""
+    """A small version of the lesson's run: four inputs, dropout, and six batches per epoch."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -305,13 +308,13 @@ def _saved_and_loaded(answer: Any) -> dict[str, Any]:
 @exercise("3.4", "Stop in the middle of an epoch")
 def check_remaining_batches(remaining_batches: Callable) -> dict[str, Any]:
     with torch.random.fork_rng(devices=[]):
-        # Enough items that a different shuffle never leaves the same ones for the rest.
+        # Use enough items that a different shuffle can't leave the same items for the rest.
         total = random.randint(5, 7)
-        # In the middle, before the first batch, and after the last.
+        # Stop in the middle, before the first batch, and after the last.
         for done in (random.randint(2, total - 2), 0, total):
             _check_one_resume(remaining_batches, total, done)
     return {
-        "your losses": "the uninterrupted run's, bit for bit, up to the end of the next epoch",
+        "your losses": "match the uninterrupted run's losses, bit for bit, through the next epoch",
         "stopped": "in the middle, before the first batch, and after the last",
     }
 
@@ -348,8 +351,8 @@ def _check_one_resume(remaining_batches: Callable, total: int, done: int) -> Non
     _compare_epoch(part, whole, done, ends, given)
     part.train(loader)
     hint = (
-        "The loader's generator must end where the uninterrupted run's did: iterate over this "
-        "loader once, and over nothing else that draws from its generator."
+        "The loader's generator must end in the same state as in the uninterrupted run: iterate over "
+        "this loader once, and over nothing else that draws from its generator."
     )
     after = f"the items of the next epoch; {given}"
     expect_equal(part.items[ends - done :], whole.items[ends:], given=after, hint=hint)
@@ -380,19 +383,19 @@ def _compare_epoch(part: Trainer, whole: Trainer, done: int, ends: int, given: s
             hint = "Skip exactly the batches that are already done, no more and no fewer."
         elif epoch != left:
             hint = (
-                "A different shuffle: some items appear twice in the epoch, others never. Set "
-                "loader.generator back to `order` before you iterate."
+                "This is a different shuffle: some items appear twice in the epoch, others never. "
+                "Set loader.generator back to `order` before you iterate."
             )
         else:
             hint = (
-                "The right items in a different order. Set loader.generator back to `order` before "
-                "you iterate."
+                "These are the right items, but in a different order. Set loader.generator back to "
+                "`order` before you iterate."
             )
         given = f"the items in the batches; {given}"
         raise Wrong(yours=part.items, expected=expected, given=given, hint=hint)
     hint = (
-        "The right items with different noise. Skipping batches drew from torch's CPU random "
-        "state: save it before, restore it after, and draw each batch only when it's needed."
+        "These are the right items, but with different noise. Skipping batches drew from torch's CPU "
+        "random state: save it before, restore it after, and load each batch only when it's needed."
     )
     for mine, theirs in zip(part.noisy, whole.noisy[done:ends], strict=True):
         expect_equal(mine, theirs, given=f"the augmented images; {given}", hint=hint)

@@ -82,7 +82,7 @@ def other_dimension(
     answer: Callable[[nn.Module, list[torch.device]], nn.Module],
 ) -> dict[str, Any]:
     gpus = devices.lab(3)
-    # Both are divisible by three, so that a split along either dimension feeds all three GPUs.
+    # Both sizes are divisible by three, so that a split along either dimension feeds all three GPUs.
     steps, batch = 3 * random.randint(2, 3), 3 * random.randint(2, 5)
     features = random.randint(2, 6)
     sequences = torch.randn(steps, batch, features)
@@ -115,7 +115,7 @@ def other_dimension(
         whole = (steps, batch // len(gpus), features)
         hint = "Each replica must see all time steps of its sequences: split dimension 1, not 0."
         expect_equal([shape for _, shape in seen], [whole] * len(gpus), hint=hint)
-        hint = "The output differs from a single GPU's."
+        hint = "The output differs from what a single GPU computes."
         expect_close(yours.cpu(), expected, hint=hint, rtol=0, atol=_TF32)
     off = (yours.cpu() - expected).abs().max().item()
     return {
@@ -126,7 +126,7 @@ def other_dimension(
 
 
 _TF32 = 0.01
-"""On A100 and later, cuDNN may use TF32 (a 10-bit mantissa) in an LSTM; its outputs are below 1."""
+"""On A100 and later, cuDNN may use TF32 (a 10-bit mantissa) in an LSTM. Its outputs are below 1."""
 
 _WRAPPED = (
     "Wrapping worked, but the call failed. The model must be on the first of device_ids, and the "

@@ -49,8 +49,8 @@ class _Noting(nn.Module):
 @contextmanager
 def _without_the_ready_made() -> Iterator[None]:
     """Make ``nn.DataParallel`` and ``nn.parallel.data_parallel`` unusable inside the block."""
-    # The function may already have been imported elsewhere, so patch the first thing that it calls,
-    # in its module.
+    # The function may already have been imported elsewhere, so patch scatter_kwargs, the first
+    # function that it calls, in its module.
     function = sys.modules["torch.nn.parallel.data_parallel"]
     with (
         patch.object(nn.DataParallel, "__init__", _refuse),
@@ -89,7 +89,7 @@ def from_four_parts(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
 def _judge_parts(
     answer: Callable[..., torch.Tensor], gpus: list[torch.device], x: torch.Tensor
 ) -> tuple[float, list[tuple[str, int]]]:
-    """Return how far the gradients are from a single GPU's, and the samples that each GPU saw."""
+    """Return the largest difference from a single GPU's gradients, and each GPU's sample count."""
     single = _Noting()
     module = copy.deepcopy(single).to(gpus[0])
     expected = single(x)
@@ -130,10 +130,10 @@ def _judge_parts(
             expected="no more replicas than chunks",
             hint="replicate makes one replica for each device in its list: shorten the list first.",
         )
-    hint = "The output differs from a single GPU's on the full batch."
+    hint = "The output differs from what a single GPU computes for the full batch."
     expect_close(yours.cpu(), expected, hint=hint)
     yours.square().sum().backward()
-    hint = "A gradient differs from a single GPU's: is everything in the graph?"
+    hint = "A gradient differs from what a single GPU computes: is everything in the graph?"
     return expect_gradients(module.parameters(), single.parameters(), hint), seen
 
 
@@ -178,10 +178,10 @@ def with_loss(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
 
     with for_input(f"{size} samples on one GPU, without DataParallel"):
         _judge_loss(answer, copy.deepcopy(model).to(gpus[0]), batch.to(gpus[0]), labels)
-    # Halfway between the usual way and the lean one, independent of this machine's allocator.
+    # The budget is halfway between two measured peaks, so it doesn't depend on the allocator.
     usual = max(peaks_of(gathered)[0])
     budget = (usual + max(peaks_of(in_forward(_WithLoss))[0])) // 2
-    with for_input(f"a batch of {size}, 2000 outputs per sample, 2 GPUs"):
+    with for_input(f"a batch of {size}, 2,000 outputs per sample, 2 GPUs"):
         peaks, module = peaks_of(in_forward(answer))
         _judge_mean_gradients(module, single)
         if max(peaks) > budget:
@@ -232,7 +232,7 @@ def _judge_loss(
 
 
 def _judge_mean_gradients(module: nn.Module, single: nn.Module) -> None:
-    """Raise Wrong unless the gradients match the mean loss's, up to summation order."""
+    """Raise Wrong unless the gradients match those of the mean loss, apart from rounding."""
     for (name, mine), theirs in zip(module.named_parameters(), single.parameters(), strict=True):
         hint = f"The gradient of {name} differs from that of the mean loss over the full batch."
         if mine.grad is None:
@@ -243,7 +243,7 @@ def _judge_mean_gradients(module: nn.Module, single: nn.Module) -> None:
             apart = (mine.grad.cpu() - theirs.grad).abs().max().item()
             raise Wrong(
                 yours=f"a gradient of {name} that is off by up to {apart:.2g}",
-                expected=f"a single GPU's, within {1e-3 * theirs.grad.abs().max().item():.2g}",
+                expected=f"a single GPU's gradient, within {1e-3 * theirs.grad.abs().max().item():.2g}",
                 hint=hint,
             )
 
@@ -252,7 +252,7 @@ def _judge_mean_gradients(module: nn.Module, single: nn.Module) -> None:
 def counting_model(answer: Callable[[], nn.Module]) -> dict[str, Any]:
     gpus = devices.lab(3)
     counted: dict[str, str] = {}
-    # Besides the usual cases: without GPU 0, and without any GPU.
+    # All GPUs, all but GPU 0, one GPU, and no GPU at all.
     for used in (gpus, gpus[:0:-1], random.sample(gpus, 1), []):
         batches = random.randint(2, 5)
         where = ", ".join(map(str, used)) or "the CPU, without DataParallel"
@@ -275,7 +275,7 @@ def counting_model(answer: Callable[[], nn.Module]) -> dict[str, Any]:
 def _judge_calls(model: nn.Module, batches: int, replicas: int, moved: bool) -> None:
     """Raise Wrong unless ``model.calls`` equals the number of batches and is saved.
 
-    ``moved`` means that the count was right on different devices.
+    ``moved`` means that the count was already right on other devices.
     """
     calls = getattr(model, "calls", None)
     one = isinstance(calls, torch.Tensor) and calls.numel() == 1
@@ -337,7 +337,7 @@ def load_any(answer: Callable[[nn.Module, dict[str, torch.Tensor]], str]) -> dic
             hint = "The state passed in was changed; work on a new dict."
             expect_equal(list(state), list(before), hint=hint)
             for mine, theirs in zip(target.state_dict().values(), before.values(), strict=True):
-                hint = "The model's parameters don't match the state's."
+                hint = "The model's parameters don't match those in the state."
                 expect_close(mine, theirs, hint=hint)
             expect_equal(yours, expected, hint="Return what you did, in exactly these words.")
     stranger = nn.Linear(7, 7).to(gpus[0]).state_dict()

@@ -33,7 +33,7 @@ def all_reduce_of_two_halves(answer: Callable[[torch.Tensor], torch.Tensor]) -> 
                 hint = _hint_for_sum(yours, sum(tensors), tensors[rank])
                 expect_close(yours, sum(tensors), hint=hint)
                 if sorted(names) != ["all_gather", "reduce_scatter"]:
-                    hint = "The sum is right, but the budget is one call to each of these two."
+                    hint = "The sum is right, but the budget is one call to each of these two collectives."
                     if set(names) == {"all_gather"}:
                         hint = (
                             "The sum is right, but over budget. Gathering full tensors sends n - 1 "
@@ -133,8 +133,8 @@ def _hint_for_mean(
     if near(means[rank]) or near(shards[rank].sum()):
         if talked:
             return (
-                "This is the rank's own value, although the ranks communicated: return the result "
-                "instead."
+                "This is the rank's own value, although the ranks communicated: return the "
+                "collective's result instead."
             )
         return "This is the rank's own value: the ranks have to communicate."
     if near(torch.cat(shards).sum()):
@@ -179,7 +179,7 @@ def stop_together(repaired: Callable[..., list[float]]) -> dict[str, Any]:
                     raise Wrong(
                         yours=f"{len(calls)} collectives for {len(expected)} averages",
                         expected="one for each average",
-                        hint="In a real training run, a rank doesn't know the others' losses.",
+                        hint="In a real training run, a rank doesn't know the other ranks' losses.",
                     )
                 if len(calls) > most:
                     raise Wrong(
@@ -219,14 +219,14 @@ def _judge_averages(
 
 
 def _two_falling_to_the_limit(early: int, limit: float) -> list[list[float]]:
-    """Return two ranks' losses: their average ends at exactly the limit, even in float32."""
+    """Return two ranks' losses, whose average ends at exactly the limit, even in float32."""
     above = sorted(random.sample(range(1, 20), 3), reverse=True)
     others = [limit + (2 * excess + 4) / 64 for excess in (*above, 0)]
     return [[limit - 4 / 64] * 4 if rank == early else others for rank in range(2)]
 
 
 def _falling_losses(ranks: int, early: int, limit: float) -> list[list[float]]:
-    """Return seven falling losses per rank; ``early`` falls below the limit before the average."""
+    """Return seven falling losses per rank; rank ``early`` falls below the limit first."""
     end = random.choice((3, 4))
     losses = []
     for _ in range(ranks):

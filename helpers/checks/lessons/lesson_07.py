@@ -198,7 +198,7 @@ def validation_sampler(answer: Callable[..., Any]) -> dict[str, Any]:
             expect_equal(loaded, walked[0], given=f"through a DataLoader, rank 0, {given}")
     return {
         f"{length} samples on {ranks} ranks": f"parts of {sizes}",
-        "repeated, left out": "none, none",
+        "repeated or left out": "no sample",
     }
 
 
@@ -228,7 +228,7 @@ def accumulate_and_send_once(
 ) -> dict[str, Any]:
     for count in (2, random.randint(3, 5)):
         ranks, size = 2, random.randint(2, 4)
-        # Two accumulations, because the first may leave something behind.
+        # Two accumulations, because the first could leave state behind.
         x = torch.randn(2, ranks, count, size, 6)
         y = torch.randn(2, ranks, count, size, 1)
 

@@ -72,14 +72,14 @@ def _even(sizes: Sequence[int]) -> int:
 def _rules(widths: Sequence[int]) -> dict[str, int]:
     """Return the cuts chosen by rules that consider only half of the problem."""
     return {
-        "It puts the same number of layers on each GPU, but layers differ in size.": (
+        "This cut puts the same number of layers on each GPU, but layers differ in size.": (
             len(widths) - 1
         )
         // 2,
-        "It balances only the parameters: add the activations that forward keeps.": _even(
+        "This cut balances only the parameters: add the activations that forward keeps.": _even(
             _parameters(widths)
         ),
-        "It balances only the activations: add parameters and gradients.": _even(widths[1:]),
+        "This cut balances only the activations: add parameters and gradients.": _even(widths[1:]),
     }
 
 
@@ -88,7 +88,7 @@ def _parameters(widths: Sequence[int]) -> list[int]:
 
 
 def _told_apart(peaks: dict[int, int], cuts: Sequence[int], failing: int) -> bool:
-    """Return whether ``failing`` fails, all failures are clear, and no two rules' cuts agree."""
+    """Return whether rule ``failing`` fails, all failures are clear, and failing cuts all differ."""
     lowest = min(peaks.values())
     wrong = [cut for cut in cuts if peaks[cut] > 1.05 * lowest]
     clear = all(peaks[cut] > 1.1 * lowest for cut in wrong)
@@ -96,7 +96,7 @@ def _told_apart(peaks: dict[int, int], cuts: Sequence[int], failing: int) -> boo
 
 
 def _network(failing: int) -> Network:
-    """Return a network for which rule ``failing`` fails, both as estimated and as measured."""
+    """Return a network for which rule ``failing`` fails, both by estimate and by measurement."""
     while True:
         narrow, wide = random.choice((8, 12, 16)), random.choice((96, 128, 160))
         count = random.randint(6, 9)
@@ -116,7 +116,7 @@ def _network(failing: int) -> Network:
 
 
 def _networks() -> list[Network]:
-    """Return a network per rule. No cut is good enough for all, so a constant answer fails."""
+    """Return a network per rule. No cut is good enough for all networks, so a constant answer fails."""
     while True:
         networks = [_network(failing) for failing in range(3)]
         if not set.intersection(*(network.good_cuts() for network in networks)):

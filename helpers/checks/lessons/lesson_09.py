@@ -47,7 +47,7 @@ def _ours(
 def pipelined(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
     for count in (2, 3):
         size, width = random.randint(3, 6), random.randint(3, 6)
-        # The last piece is smaller, and there aren't ``size`` pieces, which chunk(size) would make.
+        # The last piece is smaller. The number of pieces isn't ``size``: chunk(size) would be wrong.
         whole = random.choice([number for number in (2, 3, 4) if number != size - 1])
         rows = size * whole + random.randint(1, size - 1)
         given = f"{rows} samples in pieces of {size}, {count} stages"
@@ -92,7 +92,7 @@ def _judge_loop(
     mine, ours = nn.Sequential(*stages), copy.deepcopy(nn.Sequential(*stages))
     expected = _ours(list(ours), gpus, size, batch)
     expected.sum().backward()
-    hint = "The outputs differ from one device's: are they in the batch's order?"
+    hint = "The outputs are wrong: are they in the batch's order?"
     expect_close(yours.detach().cpu(), expected.detach().cpu(), hint=hint)
     hint = "detach(), no_grad() and .data cut the graph; .to() doesn't."
     expect_graph(yours, "an output", hint)
@@ -103,7 +103,7 @@ def _judge_loop(
 def _judge_overlap(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
     """Compare the virtual time on two K80s with our loop's."""
     rows, size = 4096, 512
-    given = f"{rows} samples in pieces of {size}, two K80s"
+    given = f"{rows:,} samples in pieces of {size}, two K80s"
     waiting = "Python waits in the loop: don't read any value there."
     times_s: dict[str, float] = {}
     waits = 0
@@ -260,7 +260,7 @@ def _products(batches: Sequence[torch.Tensor], weight: torch.Tensor) -> list[tor
 
 
 def _use_memory(rows: int, weight: torch.Tensor) -> None:
-    """Free memory for two buffers that the default stream is still reading."""
+    """Free the memory of two tensors that the default stream is still reading."""
     for part in [torch.zeros(rows, len(weight), device=weight.device) for _ in range(2)]:
         part.sum()
 
@@ -321,7 +321,7 @@ def _judge_products(products: Any, expected: list[torch.Tensor], timeline: Timel
         elif race.other_operation not in ("mm", "copy", "copy_"):
             hint = (
                 "Something on the default stream may still be reading the buffers' memory: "
-                "make the first copy into it wait for that, as in `racing`."
+                "make the first copy wait for it, as in `racing`."
             )
         elif race.operation in ("copy", "copy_"):
             hint = "A copy writes to a buffer that a matmul may still be reading."
@@ -332,5 +332,5 @@ def _judge_products(products: Any, expected: list[torch.Tensor], timeline: Timel
         raise Wrong(yours=yours, expected="no race", hint=hint)
     expect_equal(len(products), len(expected), hint="Return one product for each batch.")
     for yours, right in zip(products, expected, strict=True):
-        hint = "The products are wrong, although there's no race: which buffer is read?"
+        hint = "The products are wrong, although there's no race: does each matmul read the right buffer?"
         expect_close(yours.cpu(), right, hint=hint, rtol=1e-3, atol=1e-3)

@@ -53,13 +53,13 @@ def _judge_order(schedule: Schedule, micro_batches: int) -> str:
         raise Wrong(
             yours=f"{peaks} in flight, by device\n{drawn}",
             expected=f"at most {budget}",
-            hint="Too many in flight: run a backward after each forward as soon as possible.",
+            hint="Too many micro-batches in flight: run a backward after each forward as soon as possible.",
         )
     longest = 3 * (micro_batches + _STAGES - 1)
     if simulated.makespan > longest:
         raise Wrong(
             yours=f"{simulated.makespan:g} units of time\n{drawn}",
-            expected=f"at most {longest}, as long as GPipe takes",
+            expected=f"at most {longest} units, which is what GPipe takes",
             hint="It fits in memory, but devices wait: the first stages can run more forwards early on.",
         )
     return (

@@ -68,11 +68,11 @@ def _networks() -> list[tuple[list[int], int, str]]:
         # as in the lesson, without optimizer state
         ([64, width, width, 10], some(600, 900), "sgd"),
         ([64, width, width, width, 10], some(600, 900), "adam"),
-        ([some(300, 600), some(500, 700), 10], some(8, 16), "adam"),  # the update
-        ([64, some(64, 100), some(600, 800), 10], some(300, 600), "sgd"),  # the last hidden
+        ([some(300, 600), some(500, 700), 10], some(8, 16), "adam"),  # peak in the update
+        ([64, some(64, 100), some(600, 800), 10], some(300, 600), "sgd"),  # last hidden layer
         ([64, some(600, 800), some(64, 100), some(64, 100), 10], some(300, 600), "adam"),
         ([128, some(64, 128), some(800, 1000)], some(500, 700), "sgd"),  # many classes
-        # It's mostly the batch, which doesn't need a gradient.
+        # Most of the memory is the batch, which doesn't need a gradient.
         ([some(1450, 1550), some(75, 85), 10], some(440, 460), "sgd"),
         # A weight gradient that's larger than the activations.
         ([some(250, 260), some(1000, 1050), 10], some(60, 68), "sgd"),
@@ -113,7 +113,7 @@ def _peak_hint(yours: float, peak: Moment) -> str:
     )
     hint = f"The peak is in {peak.phase}, at {peak.operation}. In memory at that moment: {held}."
     if abs(yours * _FLOAT_BYTES / peak.total_bytes - 1) < 0.05:
-        return f"You counted elements, not bytes; a float32 has 4 bytes. {hint}"
+        return f"You counted elements, not bytes; a float32 takes 4 bytes. {hint}"
     return hint
 
 
@@ -154,7 +154,7 @@ def _accumulate(
     weight: torch.Tensor,
 ) -> tuple[torch.Tensor | None, int, list[tuple[str, int]], int, int]:
     """On a rank, return the gradient, the number of DDP's reductions, all collectives, the size of
-    the largest forward, and the most earlier graphs that were still alive during a forward.
+    the largest forward, and the largest number of earlier graphs still alive during a forward.
     """
     model = WatchedLinear(7, 1, bias=False)
     model.weight.data.copy_(weight)

@@ -37,7 +37,7 @@ def zero1_step(answer: Callable[..., None]) -> dict[str, str]:
     ]
     expected = _alone(net, batches)
     given = f"layers 8 → {layers[0]} → {layers[1]} on {_RANKS} ranks, {_STEPS} steps"
-    with for_input(given, "Average the gradients, update the shards, gather the parameters."):
+    with for_input(given, "Average the gradients, update the shards, then gather the parameters."):
         results = on_ranks(
             _zero1_on_rank, _RANKS, answer, net.state_dict(), layers, batches, given=given
         )
@@ -137,7 +137,7 @@ def _zero1_hint(
             "gradients, then write the gathered tensors into parameter.data."
         )
     if "all_gather" not in names:
-        return "Each rank has updated only its own parts. Get the others from an all-gather."
+        return "Each rank has updated only its own parts. Get the other parts from an all-gather."
     ratio = ((yours - before).norm() / (wanted - before).norm()).item()
     if abs(ratio - _RANKS) < 0.05:
         return f"The step is {_RANKS} times too large: you used the ranks' sum, not their average."
@@ -246,7 +246,7 @@ def _judge_sharded(model: nn.Module, optimizer: Any) -> None:
         raise Wrong(
             yours=f"{len(whole)} of {len(named)} parameters aren't sharded, such as {whole[-1]}",
             expected="every parameter sharded",
-            hint="Call fully_shard on the parts first, and last on the model, for the rest.",
+            hint="Call fully_shard on each part first, then on the model for the remaining parameters.",
         )
     if any(parameter.device.type == "meta" for parameter in named.values()):
         raise Wrong(
@@ -307,7 +307,7 @@ def which_batch(answer: Callable[[int, float, float], float]) -> dict[str, str]:
             expect_number(yours, "a number of tokens")
             # Two bytes per parameter, and two operations per parameter and token: the twos cancel.
             wanted = (gpus - 1) / gpus * flop_per_s / bytes_per_s
-            # The number rounded up to a whole token is right, too.
+            # Also accept the number rounded up to a whole token.
             if not abs(yours - wanted) <= max(0.01 * wanted, 1):
                 raise Wrong(
                     yours=f"{yours:,.1f} tokens",

@@ -158,7 +158,7 @@ def from_fourteen_to_eight(answer: Any) -> dict[str, Any]:
             if not (off <= 1e-4 and off_gradient <= 1e-4):
                 raise Wrong(
                     yours=f"logits off by {off:.2g}, gradients by {off_gradient:.2g}",
-                    expected="one GPU's logits and gradients",
+                    expected="the logits and gradients of one GPU",
                     hint="An input is declared with a placement that it doesn't have: outside the "
                     "matmuls, every tensor is replicated on each GPU.",
                 )
@@ -170,7 +170,7 @@ def from_fourteen_to_eight(answer: Any) -> dict[str, Any]:
                 )
     return {
         "for": given,
-        "logits and gradients": "match one GPU's",
+        "logits and gradients": "match those of one GPU",
         "sent": f"{_in_words(results[0][2])}: four in each layer instead of seven",
     }
 
@@ -180,17 +180,17 @@ def _hint_for_error(yours: str) -> str:
         return "attention is called with three inputs, x, cos and sin: the plan needs an entry for each."
     if "mixed torch.Tensor and DTensor" in yours:
         return (
-            "Some tensors became DTensors and meet others that are plain. Only x should "
-            "become a DTensor, and only where it enters attention or feed_forward: None leaves cos "
-            "and sin as they are."
+            "Some tensors became DTensors, and an operation combines them with plain ones. Only x "
+            "should become a DTensor, and only where it enters attention or feed_forward: None "
+            "leaves cos and sin as they are."
         )
-    return "The model doesn't run: some layer doesn't get the part that it expects."
+    return "The model doesn't run: one of the layers doesn't get the part that it expects."
 
 
 def _hint_for_count(count: int) -> str:
     return {
         14: "Nothing is shared yet: each matmul still makes its own DTensor from its input. Does "
-        "PrepareModuleInput pass on DTensors, and to the modules that contain the matmuls?",
+        "PrepareModuleInput make x a DTensor, and is it on the modules that contain the matmuls?",
         12: "The feed-forward part is done. In attention, query, key and value still make three "
         "DTensors from one input.",
         10: "Attention is done. In the feed-forward part, gate and up still make two DTensors from "
@@ -199,7 +199,7 @@ def _hint_for_count(count: int) -> str:
 
 
 def _plan_in(answer: Any, block: nn.Module, given: str, start: str) -> dict[str, Any]:
-    """Return the plan as a dict; raise ``Wrong`` unless it's one that names the block's modules."""
+    """Return the plan as a dict; raise ``Wrong`` if it isn't one, or names an unknown module."""
     if not isinstance(answer, Mapping):
         raise Wrong(
             yours=answer,
@@ -213,7 +213,7 @@ def _plan_in(answer: Any, block: nn.Module, given: str, start: str) -> dict[str,
             yours=f"a plan for {', '.join(unknown)}",
             expected=f"some of these names: {', '.join(sorted(filter(None, known)))}",
             given=given,
-            hint="PyTorch only warns about a name that no module has, and ignores it.",
+            hint="If no module has that name, PyTorch only warns, and ignores the entry.",
         )
     return dict(answer)
 
@@ -230,7 +230,7 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
         results = on_ranks(_beside_whole, 2, block, inputs, plan, given=given)
     except Wrong as wrong:
         wrong.hint = (
-            "The block doesn't run: some layer doesn't get the part that it expects. "
+            "The block doesn't run: one of the layers doesn't get the part that it expects. "
             "Follow the tensors: ColwiseParallel takes its full input, RowwiseParallel one part.\n"
             f"{wrong.hint}"
         )
@@ -242,12 +242,12 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
                 paired = {"attention.key.weight", "attention.value.weight"} & set(whole)
                 raise Wrong(
                     yours=f"output off by {off:.2g}, gradients by {off_gradient:.2g}",
-                    expected="one GPU's output and gradients",
+                    expected="the output and gradients of one GPU",
                     hint="Each rank has half of the query heads, but all of the key-value heads: "
                     "it pairs the wrong ones."
                     if paired
-                    else "Somewhere, part of a sum or of a row is used as if it were all of it: "
-                    "what does each layer output?",
+                    else "Somewhere, part of a sum or part of a row is used as if it were the "
+                    "whole: what does each layer output?",
                 )
             if whole:
                 raise Wrong(
@@ -265,7 +265,7 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
                 )
     return {
         "for": given,
-        "output and gradients": "match one GPU's",
+        "output and gradients": "match those of one GPU",
         "sent": f"{_in_words(calls)}, as budgeted",
     }
 
@@ -286,7 +286,7 @@ def _beside_whole(
     inputs: Sequence[torch.Tensor],
     plan: dict[str, Any],
 ) -> tuple[float, float, list[tuple[str, int]], dict[str, float]]:
-    """Return the output's and gradients' errors, collectives, and this rank's share of each matrix.
+    """Return output and gradient errors, the collectives, and this rank's share of each matrix.
 
     The gradients are those of the parameters, and of the inputs that require gradients.
     """
@@ -473,7 +473,7 @@ def _layer_on(width: int, tokens: int, degree: int) -> vgpu.Timeline:
 
 
 def _plan() -> dict[str, Any]:
-    """Return the lesson's plan: by columns, then by rows; shared inputs, so four all-reduces."""
+    """Return the lesson's plan, in which matmuls share inputs, so it needs four all-reduces."""
     whole = Replicate()
     first = ["attention.query", "attention.key", "attention.value"]
     first += ["feed_forward.gate", "feed_forward.up"]

@@ -85,8 +85,8 @@ def mesh_for(answer: Callable[[int, int, int], Any]) -> dict[str, Any]:
                 raise Wrong(
                     yours=f"sizes {sizes}, names {names}",
                     expected=f"three sizes, and the names {', '.join(_DIMENSIONS)}, each once",
-                    hint="The mesh needs three dimensions: the copies of the model, each copy's shards, "
-                    "and the parts of each matmul.",
+                    hint="The mesh needs three dimensions: for the copies of the model, for each copy's "
+                    "shards, and for the parts of each matmul.",
                 )
             if math.prod(sizes) != hosts * gpus_per_host:
                 raise Wrong(
@@ -201,7 +201,7 @@ def attend(answer: Callable[[torch.Tensor, Iterator[Any]], torch.Tensor]) -> dic
                         yours=f"{max(held)} blocks held at once",
                         expected="one, and only while it's needed",
                         hint="The values are right, but earlier blocks are kept. Keep only the "
-                        "highest score, the sum and the output so far, and drop each block.",
+                        "highest score, the sum, and the output so far, and drop each block.",
                     )
             largest = max(largest, seen.numel / (2 * 3 * 12 * keys.size(-2)))
     return {
@@ -246,8 +246,8 @@ def _hint_for_softmax(
         return "Return a tensor of the query's shape, with one output for each query."
     if not torch.isfinite(yours).all():
         return (
-            "exp overflows, or all of a query's weights are 0: in each block, first subtract that "
-            "query's own highest score so far."
+            "exp overflows, or all of a query's weights are 0: in each block, first subtract the "
+            "highest score that this query has seen so far."
         )
     own = [F.scaled_dot_product_attention(query, k, v) for k, v in blocks]
     if torch.allclose(yours, torch.stack(own).mean(0), atol=1e-3):
@@ -276,7 +276,8 @@ def balanced(answer: Callable[[int, int], Sequence[int]]) -> dict[str, Any]:
                 raise Wrong(
                     yours=dealt,
                     expected=f"each of the chunks 0 to {2 * ranks - 1} on one rank, two per rank",
-                    hint="If no rank holds a chunk, it's missing; if two do, it's computed twice.",
+                    hint="A chunk that no rank holds is missing; one that two ranks hold is computed "
+                    "twice.",
                 )
             # Chunk i attends to itself, half masked, and to the i chunks before it.
             work = [sum(chunk + 0.5 for chunk in chunks) for chunks in held]
@@ -301,7 +302,7 @@ def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) ->
     operations = {}
     device = devices.lab(1)[0]
     for tokens in (10, 1000, random.randint(100, 300)):
-        # 10 and 1000 tokens go to the same number of experts: a loop over experts is within budget.
+        # 10 and 1000 tokens have the same number of experts, so a loop over experts is within budget.
         experts = 4 if tokens in (10, 1000) else 8
         chosen = (torch.rand(tokens) ** 2 * experts).long()  # low indices are more frequent
         capacity = math.ceil(1.25 * tokens / experts)
@@ -339,8 +340,8 @@ def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) ->
             "the GPU: count on the GPU.",
         )
     return {
-        "kept": f"{int(expected.sum())} of {tokens} tokens; the fullest expert was sent {fullest} "
-        f"and has a capacity of {capacity}",
+        "kept": f"{int(expected.sum())} of {tokens} tokens; the busiest expert was sent {fullest}, "
+        f"and each has a capacity of {capacity}",
         "your operations": f"{operations[1000]} for 1000 tokens, {operations[10]} for 10",
     }
 

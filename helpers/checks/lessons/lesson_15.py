@@ -59,7 +59,7 @@ def _estimate_hints(yours: Any, given: dict[str, Any]) -> tuple[str, str]:
     of_days = {
         "Attention is missing: 12 · layers · width · sequence FLOPs per token.": without[0],
         "That's only attention's forward pass: with backward, it's 12, not 4.": third[0],
-        "That's half of attention: by convention, scores hidden by the causal mask count as well, "
+        "That's half of attention: by convention, scores hidden by the causal mask count, too, "
         "so it's 12, not 6.": half[0],
         "That's only the forward pass: backward takes twice as much.": days / 3,
         "These are seconds; a day has 86,400.": days * 86_400,
@@ -237,13 +237,13 @@ class _Task(NamedTuple):
         )
 
     def best_tokens_per_s(self) -> float:
-        """Of three recipes, return the tokens/s per GPU of the fastest one that fits."""
+        """Return the tokens/s per GPU of the fastest of three recipes, among those that fit."""
         plans = (self.plan(), self.plan(batch=4), self.plan(tp=4))
         return max(_step_of(plan).tokens_per_s() for plan in plans if _fits(plan))
 
 
-# Code Llama 34B, Llama 2 13B and Llama 3 8B, on invented clusters. On the first, any recipe will
-# do; the second needs more tokens per GPU; on the third, the long sequences only fit with tp.
+# Code Llama 34B, Llama 2 13B, and Llama 3 8B, on invented clusters. On the first, any recipe will
+# do; the second needs more tokens per GPU; on the third, the long sequences fit only with tp.
 _TASKS = (
     _Task(TransformerSizes(48, 8192, 64, 8, 22_016, 32_000), 4096, 48, 8, "H200", "RoCE 400"),
     _Task(TransformerSizes(40, 5120, 40, 40, 13_824, 32_000), 4096, 32, 4, "A100", "Ethernet 100"),
@@ -317,12 +317,12 @@ def _same_task(plan: Plan, wanted: Plan) -> None:
     if plan.spec != wanted.spec:
         wrong.append("gpu")
     if plan.layout.ranks != wanted.layout.ranks:
-        wrong.append(f"layout: {plan.layout.ranks} GPUs")
+        wrong.append(f"the number of GPUs ({plan.layout.ranks})")
     if wrong:
         raise Wrong(
-            yours=f"a plan for something else: {', '.join(wrong)}",
+            yours=f"a plan that differs from the task in {', '.join(wrong)}",
             expected=f"{wanted.layout.ranks} {wanted.spec.name.removeprefix('Virtual ')}, and the "
-            "given model, sequence length, hosts and network",
+            "given model, sequence length, hosts, and network",
             hint="dp_replicate × dp_shard × tp must equal the number of GPUs, and the plan must match "
             "the task.",
         )
@@ -339,8 +339,8 @@ def _check_room(plan: Plan) -> None:
         raise Wrong(
             yours=f"{format_bytes(_allocated(_step_of(plan)))} allocated\n{causes}",
             expected=f"at most {format_bytes(ROOM * plan.spec.memory_bytes)}",
-            hint="A larger dp_shard shrinks parameters, state and gradients; fewer sequences, a "
-            "larger tp or more recomputation shrink the activations."
+            hint="A larger dp_shard shrinks parameters, gradients, and optimizer state; fewer "
+            "sequences, a larger tp, or more recomputation shrink the activations."
             if plan.reshard_after_forward
             else "With reshard_after_forward=False, gathered parameters stay until backward.",
         )

@@ -1,4 +1,4 @@
-"""Checks for lesson 16: launch delays, six faults, all ranks on one page, a peak's owners."""
+"""Checks for lesson 16: launch delays, six faults, all ranks on one page, who holds the peak."""
 
 import copy
 import random
@@ -26,7 +26,7 @@ def launch_delays(answer: Callable[[list[Row]], list[float]]) -> dict[str, Any]:
 
 
 def _launches(count: int) -> tuple[list[Row], list[float]]:
-    """Rows in random order: kernels on two streams, a copy, and a call that launches nothing."""
+    """Return kernels, a copy, and a call that launches nothing, in random order, and the delays."""
     rows: list[Row] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "python"}}]
     numbers = random.sample(range(100, 999), count + 1)
     at, kernels = float(random.randint(0, 50)), []
@@ -79,7 +79,7 @@ def _delay_hint(yours: list[float], rows: list[Row]) -> str:
     if yours == [delay(row, from_start=True) for row in kernels]:
         return "A launch ends at ts + dur: measure the delay from there."
     if len(yours) != len(right):
-        return "Kernels only: one number for each event of category kernel, none for copies."
+        return "Return one number for each event of category kernel, and none for copies."
     if sorted(yours) == sorted(right):
         return "The numbers are right, but in the wrong order: sort the kernels by ts."
     return "A kernel's launch is the event with the same correlation, not the one before it in the list."
@@ -99,7 +99,7 @@ def _short(rows: Sequence[Row]) -> str:
     return ", ".join(texts)
 
 
-# For each fault: what its number is, and what the owner of the trace replies.
+# For each fault: the number that the exercise asks for, and what the trace's owner replies.
 _FAULTS = {
     "item": ("waits per step", "So it was my NaN check after each layer!"),
     "gather": ("ms per step", "So it's the network. Or I could use more tokens per gather."),
@@ -124,11 +124,11 @@ def six_faults(answer: Any) -> dict[str, Any]:
             number = float(number)
             if fault not in _FAULTS:
                 names = ", ".join(_FAULTS)
-                raise Wrong(yours=fault, expected=f"one of {names}", hint="A name from the table.")
+                raise Wrong(yours=fault, expected=f"one of {names}", hint="Use the table's names.")
             if fault != trace.fault:
                 raise Wrong(
                     yours=f"{fault!r}",
-                    expected="another fault",
+                    expected="a different fault",
                     hint=_why_not(fault, trace.timeline),
                 )
             asked, reply = _FAULTS[fault]
@@ -140,13 +140,13 @@ def six_faults(answer: Any) -> dict[str, Any]:
                     expected=f"{fault}, but a different number: {asked}",
                     hint=_number_hint(fault, number, found, trace.timeline),
                 )
-        proof = f"{number:g} ({asked}), exactly {found:.3g}"
+        proof = f"{number:g} ({asked}; the exact number is {found:.3g})"
         shown[f"{letter}: {fault}"] = f'{proof}. "{reply}"'
     return shown
 
 
 def evidence(fault: str, timeline: Timeline) -> float:
-    """The number that exercise 16.2 asks for."""
+    """Return the number that exercise 16.2 asks for."""
     computes = timeline.utilization("vgpu:0")
     if fault == "item":
         return _value_waits(timeline) / faulty_traces.STEPS
@@ -161,13 +161,13 @@ def evidence(fault: str, timeline: Timeline) -> float:
 
 
 def _value_waits(timeline: Timeline) -> int:
-    """How often the host of rank 0 waits for a value."""
+    """Return how often the host of rank 0 waits for a value."""
     waits = (event for event in timeline.events if event.kind == "wait" and event.stream == 0)
     return sum(event.name != "synchronize" for event in waits)
 
 
 def _alone_s(timeline: Timeline, rank: int) -> float:
-    """How long a GPU runs collectives, from its own rank's arrival on, without computing."""
+    """Return how long a GPU runs collectives (from its rank's arrival on) and computes nothing."""
     gpu = f"vgpu:{rank}"
     spans = [
         event if event.ready_s is None else event._replace(start_s=event.ready_s)
@@ -177,7 +177,7 @@ def _alone_s(timeline: Timeline, rank: int) -> float:
 
 
 def _why_not(fault: str, timeline: Timeline) -> str:
-    """Evidence from the trace against a fault that it doesn't have."""
+    """Return evidence from the trace that it doesn't have this fault."""
     busy = [timeline.busy_s(f"vgpu:{rank}") for rank in timeline.ranks]
     names = {event.name for event in timeline.of("vgpu:0") if event.kind == "collective"}
     if fault == "item":
@@ -194,7 +194,7 @@ def _why_not(fault: str, timeline: Timeline) -> str:
     if fault == "loader":
         spent = evidence("loader", timeline) if timeline.host_ranges[0].kind == "work" else 0.0
         step_ms = timeline.makespan_s * 1e3 / faulty_traces.STEPS
-        return f"A batch takes {spent:.2g} ms to arrive, a step {step_ms:.1f} ms."
+        return f"A batch takes {spent:.2g} ms to arrive; a step takes {step_ms:.1f} ms."
     return (
         "Does the next kernel start right after its launch, and is the host's track without gaps?"
     )
@@ -216,7 +216,7 @@ def _number_hint(fault: str, number: float, found: float, timeline: Timeline) ->
             timeline.copying_s("vgpu:0") * 1e3 / steps
         ),
     }
-    otherwise = "reading(of_rank(six[letter], 0)) has it, or what you need to compute it."
+    otherwise = "reading(of_rank(six[letter], 0)) has this number, or what you need to compute it."
     return hint_by_value(number, wrong, otherwise, within=0.03)
 
 
@@ -226,7 +226,7 @@ def one_page(answer: Callable[[list[Row]], list[Row]]) -> dict[str, Any]:
         traces = [_trace() for _ in range(ranks)]
         given = f"{ranks} traces of {len(traces[0]['traceEvents'])} events"
         before = copy.deepcopy(traces)
-        with for_input(given, "Return a list of events. A pid may be a string."):
+        with for_input(given, "Return a list of events. A pid can be a string."):
             rows = list(answer(traces))
             names = [row["args"].get("mark") for row in rows if row["ph"] == "X"]
             if traces != before:
@@ -235,7 +235,7 @@ def one_page(answer: Callable[[list[Row]], list[Row]]) -> dict[str, Any]:
                     expected="new events",
                     hint="Copy each event before you change it: {**event, ...}.",
                 )
-            # There may be more: a process_name for the string pid.
+            # There can be more events: a process_name for the string pid.
             if len(rows) < sum(len(trace["traceEvents"]) for trace in traces) or None in names:
                 raise Wrong(
                     yours=f"{len(rows)} events",
@@ -250,7 +250,7 @@ def one_page(answer: Callable[[list[Row]], list[Row]]) -> dict[str, Any]:
 
 
 def _trace() -> Row:
-    """One rank's trace, with pids and arrow ids that all ranks use, and one of Kineto's tracks."""
+    """Return one rank's trace: pids and arrow ids that all ranks use, and one of Kineto's tracks."""
     base = 1_700_000_000_000_000_000 + random.randint(0, 10**6) * 1000
     rows: list[Row] = []
     for pid, name in ((0, "python"), (77, "python")):
@@ -282,7 +282,7 @@ def _check_page(rows: list[Row], traces: list[Row]) -> None:
         if len(pids[-1]) != 3:
             raise Wrong(
                 yours=f"{len(pids[-1])} processes of rank {rank}",
-                expected="3, as in its trace",
+                expected="3, as in that rank's trace",
                 hint="Use a separate number for each pair of rank and pid.",
             )
         for row in spans:
@@ -334,19 +334,19 @@ def _check_arrows(rows: list[Row], pids: list[set[Any]]) -> None:
         if sorted(end for end, _ in ends) != ["f", "s"] or len({rank for _, rank in ends}) > 1:
             raise Wrong(
                 yours=f"{len(ends)} ends of arrow {name!r}",
-                expected="a start and an end, of one rank",
+                expected="a start and an end, both from one rank",
                 hint="Each rank counts its ids from 1: make them unique.",
             )
 
 
 def _clock_hint(yours: float, own: float, later_ns: float) -> str:
     values = {
-        "Nanoseconds are not microseconds: divide by 1000.": own + later_ns,
+        "baseTimeNanoseconds is in nanoseconds: divide by 1000.": own + later_ns,
         "That's the rank's own clock: baseTimeNanoseconds says when it started.": own,
         "If a rank's clock started later, its times on the common clock are larger: add the "
         "difference.": own - later_ns / 1e3,
     }
-    otherwise = "ts + (its baseTimeNanoseconds - the smallest) / 1000."
+    otherwise = "It's ts + (this rank's baseTimeNanoseconds - the smallest one) / 1000."
     return hint_by_value(yours, values, otherwise, within=1e-9)
 
 
@@ -372,7 +372,7 @@ _PLACES = ("load", "forward", "backward", "step")
 
 
 def _history(count: int) -> list[Row]:
-    """A history that reuses a few addresses again and again, and ends below its peak."""
+    """Return a history that reuses a few addresses again and again, and ends below its peak."""
     trace: list[Row] = [_entry("free_requested", 9, 512), _entry("free_completed", 9, 512)]
     trace.append(_entry("segment_alloc", 0, 20 * 2**20))
     live: dict[int, int] = {}
@@ -389,7 +389,7 @@ def _history(count: int) -> list[Row]:
             trace += [_entry("free_requested", place, size), _entry("free_completed", place, size)]
     largest = _entry("alloc", 10, 512 * 1024, "forward")
     trace += [largest, _entry("free_requested", 10, largest["size"])]
-    trace.append(_entry("alloc", 11, 512 * 16, "step"))  # the peak: the largest isn't free yet
+    trace.append(_entry("alloc", 11, 512 * 16, "step"))  # the peak: block 10 isn't free yet
     trace += [_entry("free_completed", 10, largest["size"])]
     return [*trace, _entry("alloc", 10, 512, "step")]
 
@@ -434,7 +434,7 @@ def _peak_hint(yours: dict[str, int], trace: list[Row]) -> str:
     if sum(yours.values()) > everything:
         return "Blocks are parts of segments: only alloc and free_completed count."
     if sum(yours.values()) == right:
-        return "The bytes are right, but under the wrong names: add up each name's blocks."
+        return "The total is right, but the names are wrong: add up the blocks of each name."
     return "A block lives from its alloc to the free_completed of the same address."
 
 

@@ -42,7 +42,7 @@ def stochastic_cast(answer: Callable[[torch.Tensor], Any]) -> dict[str, str]:
 
 
 def _next_bfloat16(low: float) -> float:
-    """The next bfloat16 value after ``low``, away from zero."""
+    """Return the next bfloat16 value after ``low``, away from zero."""
     bits = torch.tensor(low).bfloat16().view(torch.int16)
     return (bits + 1).view(torch.bfloat16).item()
 
@@ -114,7 +114,7 @@ def _until(
     dtype: torch.dtype = torch.bfloat16,
     adds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[int | None, list[float]]:
-    """The smallest number of ranks whose error exceeds ``most``, and the error for each number.
+    """Return the smallest number of ranks whose error exceeds ``most``, and all errors.
 
     ``adds`` adds a part to a sum of type ``dtype``; by default, it casts the part first.
     """
@@ -211,7 +211,7 @@ def _layer_hint(name: str, activations: Mapping[str, torch.Tensor]) -> str:
     if name == min(activations, key=lambda each: activations[each].abs().amax().item()):
         return "Small values alone break nothing: each layer has its own scale."
     if (activations[name] == 0).any():
-        return "Most of its zeros were 0 before the cast. Count those that weren't."
+        return "Most of its zeros were 0 before the cast. Count only those that weren't."
     return "Scale each layer by its own largest value, cast, and count what became 0."
 
 
@@ -261,7 +261,7 @@ def choose_recipe(answer: Callable[..., Any]) -> dict[str, str]:
 
 
 def _factors(outliers: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` (tokens, inputs) and ``weight`` (outputs, inputs), whose matmul has no outliers."""
+    """Return ``x`` (tokens, inputs) and ``weight`` (outputs, inputs); no outliers in their matmul."""
     x, weight = torch.randn(48, 512), torch.randn(32, 512) / 8
     channel = random.randrange(512)
     if outliers == "weight":
@@ -304,6 +304,6 @@ def _recipe_hint(yours: Any, expected: str | None, times_s: Mapping[str, float])
     if expected is None or times_s[yours] < times_s[expected]:
         return (
             "This recipe's error exceeds the limit. Round both factors, multiply, and divide the "
-            "error's norm by the exact result's."
+            "norm of the error by the norm of the exact result."
         )
-    return "This one is good enough, but so is a faster one."
+    return "This recipe is good enough, but a faster one is, too."

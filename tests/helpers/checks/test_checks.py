@@ -18,7 +18,7 @@ def own_progress(tmp_path, monkeypatch):
 @pytest.fixture
 def doubled(monkeypatch):
     """Two exercises that exist only during one test: double a random tensor, and double ones."""
-    # Import all exercises now: any first imported during this test would be forgotten afterwards.
+    # Import all exercises now: any first imported during this test would be forgotten afterward.
     monkeypatch.setattr(core, "_exercises", {item.id: item for item in exercises()})
     # The course's checks are in its packages; these are here, but aren't learners' code, either.
     monkeypatch.setattr(blame, "_COURSE", (*blame._COURSE, Path(__file__).parent))

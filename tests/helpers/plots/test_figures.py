@@ -90,7 +90,7 @@ def test_network_lists_the_layers_in_the_order_in_which_they_run(alts):
 def test_first_to_differ_orders_the_parts_by_their_first_difference(alts):
     apart = {"never": [0.0, 0.0], "later": [0.0, 0.2], "at once": [0.1, 0.0]}
     plots.first_to_differ(apart, "cpu")
-    rows = "without at once, from loss 1 on; without later, from loss 2 on; without never, none differs"
+    rows = "without at once, from loss 1 on; without later, from loss 2 on; without never, no loss differs"
     assert rows in alts[0], alts
 
 

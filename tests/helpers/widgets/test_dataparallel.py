@@ -98,4 +98,4 @@ def test_iteration_marks_the_peak_of_each_step(steps, monkeypatch):
     plots.iteration(steps, at_the_peak={"outputs": 2048, "their gradient": 1024})
     # More than after either step: the peak occurs during the second step.
     assert "4 KiB at its peak" in shown[0].alt
-    assert "holds outputs 2 KiB, their gradient 1 KiB, and 1 KiB of the rest" in shown[0].alt
+    assert "holds outputs 2 KiB, their gradient 1 KiB, and 1 KiB of other tensors" in shown[0].alt

@@ -24,10 +24,10 @@ class Broken:
     """A claim whose mechanism is broken in one way; the cell tagged ``claim-<id>`` must then fail.
 
     The text ``old`` must occur exactly once in the lesson's code up to the proving cell, and is
-    replaced with ``new``; ``further`` has further such pairs. ``before`` is code that runs right before the
-    proving cell, with the lesson's names; its ``patch("torch.nn.DataParallel.scatter", new)``
-    replaces something in a module and is undone afterwards. Ranks are separate processes, which
-    only an edit reaches. ``shorter`` has edits that break nothing and only save time, such as a
+    replaced with ``new``; ``further`` has more such pairs. ``before`` is code that runs just before
+    the proving cell, with the lesson's names; its ``patch("torch.nn.DataParallel.scatter", new)``
+    replaces something in a module and is undone afterward. Ranks are separate processes, so only an
+    edit reaches them. ``shorter`` has edits that break nothing and only save time, such as a
     sweep over fewer sizes: with only these, the cell must pass.
     """
 

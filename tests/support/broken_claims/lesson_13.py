@@ -58,8 +58,8 @@ BROKEN = [
         "plain tensor parallelism is used instead",
         expensive=True,
         cell="sequence-proof",
-        old='"with sequence parallel": (sequence_plan, Shard(1))',
-        new='"with sequence parallel": (plan, Replicate())',
+        old='"with sequence parallelism": (sequence_plan, Shard(1))',
+        new='"with sequence parallelism": (plan, Replicate())',
     ),
     Broken(
         "G07",

@@ -1,4 +1,4 @@
-"""Parameters that are split, too, by FSDP; a checkpoint read by fewer ranks than wrote it."""
+"""Parameters sharded by FSDP, and a checkpoint read by fewer ranks than wrote it."""
 
 import shutil
 import tempfile

@@ -163,7 +163,7 @@ WRONG = {
             _script(**_ON_THE_CPU, last="return loss.detach().numpy()"),
             "The entire model must be on the device",
         ),
-        # Computed on the CPU, and moved afterwards for show.
+        # Computed on the CPU, and moved afterward for show.
         (
             _script(**_ON_THE_CPU, last="model.to(device)\n    return loss.detach().numpy()"),
             "on the requested device",

@@ -131,17 +131,17 @@ WRONG = {
     "3.2": [
         (epoch(added="loss.item() * len(labels)"), "values read back"),
         (epoch(added="loss * len(labels)"), "still holds its graph"),
-        (epoch(zero="pass"), "zero_grad, backward and step"),
+        (epoch(zero="pass"), "zero_grad, backward, and step"),
         (epoch(mode="pass"), "Call model.train() first"),
         (epoch(added="loss.detach()", counted="1"), "Each image counts once"),
         (epoch(result="loss_sum / count"), ".item() turns"),
     ],
     "3.4": [
-        (_NO_ORDER, "A different shuffle"),
+        (_NO_ORDER, "a different shuffle"),
         (_NO_RANDOM_STATE, "drew from torch's CPU random state"),
         (_ONE_TOO_FEW, "no more and no fewer"),
         (_A_LIST, "yield from"),
-        (_AHEAD, "draw each batch only when"),
+        (_AHEAD, "load each batch only when"),
         (
             "def remaining_batches(loader, order, done):\n    return loader",
             "a generator of batches",

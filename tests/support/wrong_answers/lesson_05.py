@@ -71,7 +71,7 @@ WRONG = {
         ),
         (
             _parts(result="gather(outputs[::-1], gpus[0])"),
-            "differs from a single GPU's on the full batch",
+            "differs from what a single GPU computes for the full batch",
         ),
         (
             _parts(outputs="[replica(chunk) for replica, chunk in zip(replicas, chunks)]"),
@@ -161,7 +161,7 @@ WRONG = {
     ],
     "5.4": [
         (_LOAD.format(body="pass", strict=""), "Missing key(s)"),
-        (_LOAD.format(body="pass", strict=", strict=False"), "don't match the state's"),
+        (_LOAD.format(body="pass", strict=", strict=False"), "don't match those in the state"),
         (
             "def load_any(model, state):\n"
             "    bare = model.module if isinstance(model, nn.DataParallel) else model\n"

@@ -237,7 +237,7 @@ def stop_together(rank, world_size, losses, limit):
     averages = [sum(step) / world_size for step in zip(*losses)]
     return [a for step, a in enumerate(averages) if min(averages[: step + 1]) >= limit]
 """,
-            "doesn't know the others' losses",
+            "doesn't know the other ranks' losses",
         ),
         (
             AVERAGED.format(rest="if average <= limit: break\n        averages.append(average)"),

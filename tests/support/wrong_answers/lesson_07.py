@@ -210,7 +210,7 @@ WRONG = {
             "Merged micro-batches",
         ),
         (
-            # Sent once, and each micro-batch separately, but every graph is kept until the end.
+            # Sent once, with separate micro-batches, but every graph is kept until the end.
             "def accumulate(parallel, micro_batches):\n"
             f"    sum({_LOSS_OF_ONE} for x, y in micro_batches).backward()",
             "a sum of losses keeps every graph",

@@ -22,7 +22,7 @@ _CUT = "def layers_per_stage(layer_times, devices):\n    count = len(layer_times
 WRONG = {
     "10.1": [
         # All forward, then all backward.
-        (_order(warm="micro_batches"), "Too many in flight"),
+        (_order(warm="micro_batches"), "Too many micro-batches in flight"),
         # No warm-up at all: everything fits, but nothing overlaps.
         (_order(warm="0"), "the first stages can run more forwards"),
         # The warm-up grows with the stage, although it should shrink.
@@ -33,7 +33,7 @@ WRONG = {
         (_order(warm="3 - stage"), "These rows aren't a schedule"),
     ],
     "10.2": [
-        # The same number of layers each.
+        # The same number of layers in each stage.
         (
             _CUT.format(
                 "each = count // devices; return [each] * (devices - 1) + "

@@ -61,7 +61,7 @@ WRONG = {
                 "always + max(batch_size * (sum(sizes[1 : i + 2]) + 2 * sizes[i + 1])"
                 " + sum(weights[i + 1 :]) for i in range(len(weights)))"
             ),
-            "a float32 has 4 bytes",
+            "a float32 takes 4 bytes",
         ),
         (_PEAK.format("0"), "In memory at that moment"),
         (

@@ -69,7 +69,7 @@ WRONG = {
         ),
         (
             _step(write="parameter.data.view(-1)[:len(shard)] = shard.data[:parameter.numel()]"),
-            "Get the others from an all-gather",
+            "Get the other parts from an all-gather",
         ),
         (_step(grad="part_of(parameter.grad)"), "All ranks' gradients must be averaged"),
         (_step(forget="pass"), "set it to None"),
@@ -96,7 +96,7 @@ WRONG = {
         ),
         (
             _prepare(parts="(model.embedding, *model.layers, model.head)"),
-            "last on the model, for the rest",
+            "then on the model for the remaining parameters",
         ),
         (
             _prepare(

@@ -167,7 +167,7 @@ def row_linear(x, weight, bias):
             _share('"attention": prepare(WHOLE, None, None)').replace("**first_plan,", ""),
             "first_plan splits them",
         ),
-        (_share('"blocks.*.feed_forward": prepare(WHOLE)'), "a name that no module has"),
+        (_share('"blocks.*.feed_forward": prepare(WHOLE)'), "If no module has that name"),
         ("my_plan = [ColwiseParallel()]", "Start with {**first_plan"),
     ],
     "13.3": [
@@ -206,7 +206,7 @@ mended = {
 """,
             "only to be split again",
         ),
-        ('mended = {**faulty, "attention.keys": ColwiseParallel()}', "a name that no module has"),
+        ('mended = {**faulty, "attention.keys": ColwiseParallel()}', "If no module has that name"),
         ("mended = [ColwiseParallel()]", "Start with {**faulty"),
     ],
     "13.4": [

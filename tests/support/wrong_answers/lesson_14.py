@@ -126,7 +126,7 @@ WRONG = {
             "        output = shrink * output + weights @ values\n"
             "        highest = new\n"
             "    return output / total",
-            "that query's own highest",
+            "highest score that this query has seen",
         ),
         (
             "def attend(query, blocks):\n    keys, values = zip(*blocks)\n"

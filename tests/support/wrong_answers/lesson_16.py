@@ -94,7 +94,7 @@ WRONG = {
                 kernels='sorted((r for r in rows if r.get("cat") in ("kernel", "gpu_memcpy")), '
                 'key=lambda row: row["ts"])'
             ),
-            "Kernels only",
+            "none for copies",
         ),
         (
             _delays(
@@ -109,7 +109,7 @@ WRONG = {
     "16.2": [
         ("my_reading = 3", "One entry for each trace"),
         ('my_reading = {"A": ("item", 3)}', "One entry for each trace"),
-        (_reading(A=("late", 15)), "A name from the table"),
+        (_reading(A=("late", 15)), "Use the table's names"),
         (_reading(A="loader"), "Return the fault's name and a number"),
         (_reading(A=("item", 8)), "waits for a value 0 times"),
         (_reading(B=("gather", 3.9)), "The collectives of rank 0 are: all_reduce"),
@@ -122,7 +122,7 @@ WRONG = {
         (_reading(C=("launches", 43)), "a percentage"),
         (_reading(A=("loader", 15_000)), "in µs: return"),
         (_reading(A=("loader", 0.015)), "in seconds: return"),
-        (_reading(A=("loader", 4)), "has it"),
+        (_reading(A=("loader", 4)), "has this number"),
         (_reading(F=("item", 72)), "for all three steps"),
     ],
     "16.3": [
@@ -144,7 +144,7 @@ WRONG = {
             _page(pid='pids.setdefault((rank, row["pid"]), len(pids))'),
             "a string pid is itself a name",
         ),
-        (_page(pid='row["pid"] * len(traces) + rank'), "A pid may be a string"),
+        (_page(pid='row["pid"] * len(traces) + rank'), "A pid can be a string"),
         ("def one_page(traces):\n    return []", "all events of all ranks"),
         ("def one_page(traces):\n    return 3", "Return a list of events"),
     ],

@@ -156,7 +156,7 @@ def test_a_group_rejects_a_tensor_on_another_gpu_as_nccl_does():
 
 
 def test_a_collective_rejects_dtypes_of_equal_size_that_differ_among_ranks():
-    """Also after more collectives than a group keeps keys for."""
+    """This also holds after more collectives than a group keeps keys for."""
     main = cell(
         """
         def main(rank, world_size):
@@ -174,7 +174,7 @@ def test_a_collective_rejects_dtypes_of_equal_size_that_differ_among_ranks():
         launch.run(main, 2, gpu="V100")
 
 
-def test_a_groups_collectives_still_run_when_the_rank_that_served_its_store_has_gone():
+def test_a_groups_collectives_still_run_after_the_rank_that_served_its_store_has_exited():
     main = cell(
         """
         def main(rank, world_size, port):

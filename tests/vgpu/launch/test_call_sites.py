@@ -80,7 +80,7 @@ def test_reading_a_ranks_state_keeps_none_of_its_objects_alive(often):
     assert any(map(is_in_this_file, seen))
 
 
-def test_the_call_site_is_found_in_a_file_with_any_name(tmp_path):
+def test_the_call_site_is_found_whatever_the_files_name(tmp_path):
     script = tmp_path / "größe 数.py"
     script.write_text("def wait(here, go):\n    here.set()\n    go.wait()  # this one\n", "utf-8")
     names = {}

@@ -394,7 +394,7 @@ def test_a_run_after_a_failed_one_works():
     assert launch.run(names["works"], 2) == [0, 1]
 
 
-def test_ranks_that_fail_while_asked_for_their_state_report_their_error(monkeypatch):
+def test_ranks_that_fail_while_being_asked_for_their_state_report_their_error(monkeypatch):
     """The launcher looks for hangs after half a second, which is when short functions fail."""
     ask = RankProcesses.ask_states
 

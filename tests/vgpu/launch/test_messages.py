@@ -17,7 +17,7 @@ THINGS = [
 
 @pytest.mark.virtual_gpus(2)
 @pytest.mark.parametrize(("what", "make"), THINGS)
-def test_run_refuses_to_send_virtual_tensors_and_says_what_to_send_instead(what, make):
+def test_run_rejects_virtual_tensors_and_says_what_to_send_instead(what, make):
     names = cell("def main(rank, world_size, *args): return thing", thing=make())
     with pytest.raises(TypeError) as refused:
         launch.run(names["main"], 2)

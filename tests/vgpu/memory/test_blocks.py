@@ -234,7 +234,7 @@ def test_a_copy_of_a_tensors_attributes_is_on_the_same_gpu():
         assert copied is attributes["_gpu"]
 
 
-def test_a_record_includes_what_gloo_drops_a_moment_late():
+def test_a_record_includes_tensors_that_gloo_drops_slightly_late():
     class HeldByGloo:
         """A tensor that only gloo's thread still holds, until someone waits for gloo to return it."""
 

@@ -59,8 +59,8 @@ def test_an_expandable_segment_leaves_no_gaps():
         made.free(0)
         made.free(2)
         made.allocate(3, 40 * MIB, 0)
-    # Two separate blocks of 30 MiB are free, and 40 MiB are requested: the last 30 and the 10 after
-    # it suffice.
+    # Two separate blocks of 30 MiB are free, and 40 MiB are requested: the second block and the
+    # 10 MiB after it suffice.
     assert (mib(plain), mib(expandable)) == ((130, 70, 4), (100, 70, 1))
 
 

@@ -17,7 +17,7 @@ def in_attention(step):
 
 
 def test_ranks_divide_a_single_ranks_computation():
-    """Each computes the causal half of its own part, and half of its scores with other parts."""
+    """A rank computes the causal half of its own part, and half of its scores with other parts."""
     one, four = predict(plan(Layout())), predict(plan(Layout(cp=4)))
     assert in_attention(one) == 4 * in_attention(four)
     products = [step.timeline.flop - in_attention(step) for step in (one, four)]

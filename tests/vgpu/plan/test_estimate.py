@@ -133,7 +133,7 @@ def test_the_bubble_matches_1f1b():
 
 
 def test_ring_attention_sends_the_bytes_counted_on_ranks_in_lesson_14():
-    """Keys and values n - 1 times, then n times together with gradients in float32."""
+    """It sends keys and values n - 1 times, then n times together with gradients in float32."""
     found = mesh_step(dict.fromkeys(DIMENSIONS, 1) | {"context": 4}, MODEL, 1, cost())
     keys = 8192 // 4 * 128 * 8
     assert found.of("context").sent_bytes == MODEL.layers * (3 * 2 * keys * 2 + 4 * 2 * keys * 6)

@@ -55,7 +55,7 @@ def test_experts_with_enough_slots_match_a_loop_over_tokens():
     torch.testing.assert_close(x.grad, y.grad)
 
 
-def test_a_full_expert_drops_further_tokens():
+def test_a_full_expert_drops_additional_tokens():
     module = made(ExpertSizes(2, 1, 32, capacity=1.0))
     with torch.no_grad():
         module.router[1] = -module.router[0]

@@ -44,7 +44,7 @@ def test_the_simulation_agrees_with_the_formula(interval_s, restart_s):
 
 
 def test_a_run_that_hardly_ever_completes_is_rejected():
-    """The formula used to overflow, and the simulation to run almost forever."""
+    """The formula used to overflow, and the simulation used to run almost forever."""
     between_failures_s = 11_141
     assert expected_goodput(8e6, 60, 300, between_failures_s) == 0
     share = expected_goodput(120 * 2**11, 60, 300, between_failures_s)

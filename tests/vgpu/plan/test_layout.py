@@ -39,7 +39,7 @@ def test_every_rank_is_in_one_group_of_each_dimension():
 @pytest.mark.parametrize(
     "layout", [Layout(dp_shard=12, dp_replicate=2), Layout(tp=8, dp_shard=3), Layout(dp_shard=32)]
 )
-def test_groups_may_span_hosts_if_all_of_a_kind_span_them_equally(layout):
+def test_groups_may_span_hosts_if_all_of_a_kind_span_them_the_same_way(layout):
     check_hosts(layout, 8)
 
 

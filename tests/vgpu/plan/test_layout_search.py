@@ -56,7 +56,7 @@ def test_a_few_blocks_predict_the_full_models_time_and_bytes(layout, again, reco
 
 def test_skipped_plans_are_not_faster_or_do_not_fit(monkeypatch):
     """Every plan is also predicted in full, with one rank for all plans of a layout."""
-    monkeypatch.setattr(layout_search, "_confirm", lambda *_: None)  # which reserves more
+    monkeypatch.setattr(layout_search, "_confirm", lambda *_: None)  # compare only what's allocated
     plan = with_memory(APART, 34_000_000)
     found = search(plan, sequences=2)
     whole = {}

@@ -1,3 +1,5 @@
+"""The transformer: logits, attention, rotary positions, parameter counts, and initialization."""
+
 import pytest
 import torch
 

@@ -237,7 +237,7 @@ def test_copy_and_deepcopy_behave_as_for_cpu_tensors():
     del copies
 
 
-def test_copies_keep_sharing_and_identity():
+def test_copies_share_memory_as_their_originals_do():
     layer = nn.Linear(2, 2).to("vgpu:1")
     twin = copy.deepcopy(layer)
     assert twin.weight.device.index == 1

@@ -211,8 +211,8 @@ def test_hooks_before_and_after_a_change_belong_to_the_same_graphs_as_on_the_cpu
         gradients = [torch.autograd.grad(y, x, retain_graph=True)[0] for y in (before, view.sum())]
         found.append([gradient.tolist() for gradient in gradients])
     on_cpu, on_gpu = found
-    # Since torch 2.15, the later hook belongs to the later graph; before, both belonged to the
-    # earlier.
+    # Since torch 2.15, the later hook belongs to the later graph; before that, both hooks
+    # belonged to the earlier graph.
     assert on_gpu == on_cpu
     assert on_cpu in ([[[3], [3]], [[5], [5]]], [[[15], [15]], [[1], [1]]])
 

@@ -46,7 +46,8 @@ def recorded(**options):
 
 
 def test_kernels_lose_the_multiprocessors_that_a_collective_occupies(rank):
-    # Three quarters of their speed until 40 µs: by then, the second has done 10 of its 20 µs.
+    # They run at three quarters of their speed until 40 µs. By then, the second one has done 10 of
+    # its 20 µs.
     timeline = recorded(collective_processors=1)
     assert times_us(timeline, "kernel") == us((0, 80 / 3), (80 / 3, 50), (50, 70))
     assert vgpu.replay(timeline).events == timeline.events
@@ -55,7 +56,7 @@ def test_kernels_lose_the_multiprocessors_that_a_collective_occupies(rank):
 def test_collectives_take_no_multiprocessors_unless_a_replay_says_so(rank):
     plain = recorded()
     assert times_us(plain, "kernel") == us((0, 20), (20, 40), (40, 60))
-    # Half their speed: the first alone lasts until 40 µs.
+    # At half its speed, the first kernel alone lasts until 40 µs.
     again = vgpu.replay(plain, collective_processors=2)
     assert times_us(again, "kernel") == us((0, 40), (40, 60), (60, 80))
 
@@ -63,7 +64,7 @@ def test_collectives_take_no_multiprocessors_unless_a_replay_says_so(rank):
 def test_an_earlier_collective_occupies_links_and_multiprocessors(rank):
     timeline = recorded(collective_processors=1)
     (sending,) = (event for event in timeline.events if event.kind == "collective")
-    # The other collective lasts until 10 µs, and counts even though it's that of an
+    # The other collective lasts until 10 µs, and counts even though it's from an
     # equivalent rank on another GPU.
     before = sending._replace(start_s=-30e-6, end_s=10e-6, device=torch.device("vgpu:1"))
     again = replay_beside(timeline, [before])

@@ -130,7 +130,7 @@ def wait_before_the_last_use(main, side, before):
         eight()  # may get the same memory
 
 
-def hand_nothing_out_again(main, side, before):
+def reuse_no_memory(main, side, before):
     with side:
         made = eight()
     main.wait_stream(side)
@@ -148,7 +148,7 @@ def change_on_another_stream(main, side, before):
     eight()
 
 
-def keep_it_or_have_it_from_before(main, side, before):
+def outlive_or_predate_the_recording(main, side, before):
     kept = eight()
     side.wait_stream(main)
     with side:
@@ -158,7 +158,7 @@ def keep_it_or_have_it_from_before(main, side, before):
 
 
 def use_new_memory_elsewhere(main, side, before, waits=False):
-    eight().neg()  # `room` may reuse its memory while that is still being written
+    eight().neg()  # `room` may reuse this memory while it's still being written
     room = torch.empty_like(before[0])
     if waits:
         side.wait_stream(main)
@@ -169,9 +169,9 @@ def use_new_memory_elsewhere(main, side, before, waits=False):
 
 CASES = [
     (wait_before_the_last_use, [("fill_", "sum")]),
-    (hand_nothing_out_again, []),
+    (reuse_no_memory, []),
     (change_on_another_stream, [("empty", "mul_")]),
-    (keep_it_or_have_it_from_before, []),
+    (outlive_or_predate_the_recording, []),
     (use_new_memory_elsewhere, [("copy", "empty_like")]),
     (functools.partial(use_new_memory_elsewhere, waits=True), []),
 ]

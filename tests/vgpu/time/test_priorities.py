@@ -59,7 +59,7 @@ def test_a_kernel_is_delayed_by_one_with_priority_that_starts_later():
     assert replayed(timeline) == us((6, 10), (3, 27), (27, 29))
 
 
-def test_a_kernel_that_is_ready_while_one_with_priority_runs_loses_only_the_rest_of_that_time():
+def test_a_kernel_that_gets_ready_while_one_with_priority_runs_is_delayed_only_by_the_rest():
     side, copies = torch.vgpu.Stream("vgpu:0", priority=-1), torch.vgpu.Stream("vgpu:0")
     sent, short, long, after = torch.ones(5 * KB, device="vgpu:0"), neg(3), neg(10), neg(1)
     with vgpu.record(COSTS) as timeline:

@@ -227,7 +227,7 @@ def test_both_directions_of_a_link_work_at_once():
 
 def test_an_all_to_all_takes_as_long_as_the_rank_with_the_most_bytes():
     def exchanges(rank, x):
-        mine = 2 * KB * rank + KB  # elements for this rank itself; the other gets KB
+        mine = 2 * KB * rank + KB  # elements for this rank itself; the other rank gets KB
         given, splits = x.new_empty(mine + KB), [KB, KB]
         splits[rank] = mine
         dist.all_to_all_single(torch.empty_like(given), given, splits, splits)

@@ -294,7 +294,7 @@ def test_ddp_and_fsdp2_train_compiled_modules_like_uncompiled_ones():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton finds the real GPU")
-def test_a_triton_kernel_is_refused():
+def test_a_triton_kernel_is_rejected():
     triton = pytest.importorskip("triton")
 
     @triton.jit

@@ -1,4 +1,4 @@
-"""flash_attn's functions if the package isn't installed: plain attention, in its layouts."""
+"""flash_attn's functions if it isn't installed: plain attention, in the package's layouts."""
 
 import subprocess
 import sys

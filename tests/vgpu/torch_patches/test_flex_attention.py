@@ -59,7 +59,7 @@ def test_flex_attention_with_a_causal_mask_matches_plain_attentions_gradients():
     torch.testing.assert_close(*gradients)
 
 
-def test_a_bias_of_flex_attention_gets_its_gradient():
+def test_a_bias_of_flex_attention_gets_a_gradient():
     bias = torch.zeros(8, device="vgpu", requires_grad=True)
     parts = [torch.rand(1, 1, 8, 16, device="vgpu") for _ in range(3)]
     flex_attention(*parts, score_mod=lambda s, b, h, i, j: s + bias[j]).sum().backward()

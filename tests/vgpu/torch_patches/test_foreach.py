@@ -74,7 +74,7 @@ def test_an_optimizer_handles_all_parameters_at_once_by_default(name):
 
 
 def test_an_optimizer_that_loops_on_cuda_loops_here():
-    """Adafactor by its own default; differentiable steps; a Parameter's norm."""
+    """They are Adafactor, by its own default, differentiable steps, and the norm of a Parameter."""
     assert_same(
         of_optimizer(torch.optim.Adafactor), of_optimizer(torch.optim.Adafactor, **ONE_BY_ONE)
     )

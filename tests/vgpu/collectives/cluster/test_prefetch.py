@@ -26,7 +26,7 @@ def forward(tokens):
     return timeline
 
 
-def in_the_open_s(timeline):
+def exposed_s(timeline):
     """Return the exposed seconds of all gathers except the first."""
     kernels = [event for event in timeline.events if event.kind == "kernel"]
     gathers = [event for event in timeline.events if event.kind == "collective"][1:]
@@ -34,5 +34,5 @@ def in_the_open_s(timeline):
 
 
 def test_a_large_batch_hides_every_gather_but_the_first():
-    assert in_the_open_s(forward(2048)) < 1e-6
-    assert in_the_open_s(forward(128)) > 1e-3
+    assert exposed_s(forward(2048)) < 1e-6
+    assert exposed_s(forward(128)) > 1e-3
