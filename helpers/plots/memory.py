@@ -109,7 +109,8 @@ def against_k(peaks: Mapping[int, int], times_s: Mapping[int, float], gpu: str) 
         log2_ticks(axes, list(peaks))
         axes.set_xlabel("k, micro-batches per step")
     summary = ", ".join(
-        f"k = {k}: {peaks[k] / MIB:.0f} MiB and {times_s[k] / shortest_s:.2f} times" for k in peaks
+        f"k = {k}: {peaks[k] / MIB:.0f} MiB and {times_s[k] / shortest_s:.2f} times the shortest"
+        for k in peaks
     )
     show(fig, f"Two line charts by k: peak memory, and time relative to the shortest. {summary}.")
 
@@ -263,7 +264,7 @@ def held_by_cause(
     """Plot the bytes on one GPU by cause: a stacked bar per entry, the capacity as a dashed line.
 
     ``unit`` is GB, GiB or MiB. ``marks`` maps one or two labels to their bytes, in ascending order;
-    they point at places above the bars.
+    each is drawn as a marker above the bars.
     """
     fig, axes = figure(width=8, height=1.1 + 0.45 * len(held) + (0.4 if marks else 0))
     names = list(held)[::-1]
@@ -310,9 +311,9 @@ def held_by_cause(
 
 
 def who_holds(cut: Mapping[str, Sequence[str]], gpus: int) -> None:
-    """Draw which part of each cause every GPU holds: a panel per strategy, a column per GPU.
+    """Draw what every GPU holds of each kind of bytes: a panel per strategy, a column per GPU.
 
-    ``cut`` has the causes that each strategy shards; the others are replicated on every GPU.
+    ``cut`` maps each strategy to what it shards; everything else is replicated on every GPU.
     """
     causes = ["parameters", "gradients", "optimizer state"]
     fig, grid = figure(1, len(cut), width=8.5, height=2.5, sharey=True)

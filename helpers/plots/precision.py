@@ -191,5 +191,5 @@ def errors_by_outlier(errors: Mapping[str, Mapping[int, float]], message: str, h
     )
     show(
         fig,
-        f"Line chart of the other values' error by how much larger one channel is: {summary}.",
+        f"Line chart of the other values' error, by the factor by which one channel is larger: {summary}.",
     )

@@ -39,7 +39,7 @@ def waits_us(answer: Callable[[list[Row]], list[float]]) -> dict[str, Any]:
                     "by ts. A wait ends when the last rank has arrived.",
                 )
     return {
-        "the last one": f"waits of {yours} µs: the others wait for rank {yours.index(min(yours))}"
+        "the last test case": f"waits of {yours} µs: the others wait for rank {yours.index(min(yours))}"
     }
 
 

@@ -7,8 +7,8 @@ def hello(rank, world_size):
 launch.run(hello, 4)                # [0, 1, 2, 3]
 launch.run(hello, 4, gpu="V100")    # each rank has its own GPU, real or virtual
 
-In this order: ``run``, how it follows its ranks, what each rank gets, and the errors if there are
-no results.
+This file has, in order: ``run``, the code that follows its ranks, what each rank gets, and the
+errors if there are no results.
 """
 
 import linecache
@@ -42,7 +42,7 @@ RANKS_PER_CORE = 16
 """The limit on ranks per core; more would mostly wait for each other and fill up memory."""
 
 START_LIMIT_S = 180.0
-"""Time limit for all ranks to join the process group; a kernel's first run also imports torch."""
+"""Time limit for all ranks to join the process group; the first run in a notebook also imports torch."""
 
 FIRST_LOOK_S = 0.5
 """The time until the ranks are first checked for a deadlock; the time between checks doubles."""

@@ -113,11 +113,11 @@ def check_tp(sizes: TransformerSizes, tp: int, sequence: int | None = None) -> N
         "vocabulary": sizes.vocabulary,
         "sequence": sequence or sizes.sequence,
     }
-    uneven = [f"{name} {size}" for name, size in divided.items() if size % tp]
+    uneven = [f"{name}: {size}" for name, size in divided.items() if size % tp]
     if uneven:
         largest = math.gcd(*divided.values())
         raise ValueError(
-            f"{tp} ranks can't share a layer evenly: {', '.join(uneven)}; tp must divide {largest}"
+            f"{tp} ranks can't share a layer evenly ({', '.join(uneven)}); tp must divide {largest}"
         )
 
 

@@ -279,7 +279,7 @@ def _confirm(result: SearchResult, costs: dict[str, Any], processes: int, bar: A
 def _try_left_out(
     refused: Candidate, result: SearchResult, costs: dict[str, Any], bar: Any
 ) -> None:
-    """Try the plans that were skipped because another plan seemed to fit, but doesn't."""
+    """Try the plans that were skipped because another plan seemed to fit, but didn't."""
     group = [one for one in result.candidates if one.plan.layout == refused.plan.layout]
     for other in group:
         if other.reason in (_MORE_WORK, _SMALLER) and other.plan.batch <= refused.plan.batch:

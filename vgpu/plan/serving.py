@@ -85,11 +85,11 @@ class Server:
             )
         sizes, tp = self.sizes, self.tp
         heads = {"heads": sizes.heads, "feed-forward width": sizes.feed_forward}
-        uneven = [f"{name} {size}" for name, size in heads.items() if size % tp]
+        uneven = [f"{name}: {size}" for name, size in heads.items() if size % tp]
         if sizes.key_value_heads % tp and tp % sizes.key_value_heads:
-            uneven.append(f"key-value heads {sizes.key_value_heads}")
+            uneven.append(f"key-value heads: {sizes.key_value_heads}")
         if uneven:
-            raise ValueError(f"tp={tp} ranks can't share a layer evenly: {', '.join(uneven)}")
+            raise ValueError(f"tp={tp} ranks can't share a layer evenly ({', '.join(uneven)})")
         if self.pp > sizes.layers:
             raise ValueError(f"pp={self.pp} stages are too many for {sizes.layers} layers")
 

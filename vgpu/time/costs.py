@@ -236,10 +236,10 @@ class CostModel:
 
     ``speed_spread`` is how much arithmetic speed varies among GPUs: the standard deviation of their
     times, divided by the mean. A step waits for the slowest of ``slowest_of`` GPUs, which a cluster
-    sets to its world size. By default, all GPUs are equally fast. On 392 V100s of one cluster, the
-    spread was 0.016 for matmuls and 0.001 for PageRank, which is memory-bound (Longhorn: each GPU's
-    median, within the whiskers of the box plot, from hal-uw/blox-pal, aggregated_data/sim; Sinha et
-    al., 2022, Not all GPUs are created equal).
+    sets to its world size. By default, all GPUs are equally fast. On 392 V100s in one cluster,
+    Longhorn, the spread was 0.016 for matmuls and 0.001 for PageRank, which is memory-bound. (The
+    medians of each GPU, without outliers, are from hal-uw/blox-pal, aggregated_data/sim; Sinha et
+    al., 2022, Not all GPUs are created equal.)
     """
 
     spec: GPUSpec

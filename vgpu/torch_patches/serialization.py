@@ -55,7 +55,7 @@ def reduce(tensor: VirtualTensor) -> tuple[Any, ...]:
         args = (*args[:4], tensor.requires_grad, *args[5:])
     else:
         # Save it as a CPU tensor, as torch does for devices without storages; such a tensor is
-        # always loaded to the device that it was saved from.
+        # always loaded onto the device that it was saved from.
         function = torch._utils._rebuild_device_tensor_from_cpu_tensor
         # A sparse tensor is loaded without requires_grad, as on the CPU.
         requires_grad = tensor.requires_grad and tensor.layout is torch.strided

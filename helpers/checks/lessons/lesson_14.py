@@ -37,7 +37,7 @@ def groups_of(answer: Callable[[tuple[int, ...], int], list[list[int]]]) -> dict
                 )
     return {
         "meshes": len(meshes),
-        "the last one": f"{sizes}, dimension {dimension}: {len(expected)} groups, the first is "
+        "the last test case": f"{sizes}, dimension {dimension}: {len(expected)} groups, the first is "
         f"{expected[0]}",
         "stuck, out of 64 GPUs": ", ".join(
             f"rank {rank} waits for rank 21"

@@ -40,7 +40,7 @@ def back_of_envelope(answer: Callable[..., Any]) -> dict[str, Any]:
             _expect_near(yours[0], expected[0], 0.01, "days", hints[0])
             _expect_near(yours[1], expected[1], 0.01, "bytes per GPU", hints[1])
     return {
-        "the last one": f"Llama {name} on {given['tokens'] / 1e12:g} trillion tokens and "
+        "the last test case": f"Llama {name} on {given['tokens'] / 1e12:g} trillion tokens and "
         f"{given['gpus']:,} GPUs: {expected[0]:,.1f} days, {format_bytes(expected[1])} on each"
     }
 
@@ -203,7 +203,7 @@ def best_interval(answer: Callable[..., Any]) -> dict[str, Any]:
                 hint=hint_by_value(yours, wrong, otherwise),
             )
     return {
-        "the last one": f"{given}: every {format_seconds(yours)}, {lasts(yours):.2%} goodput",
+        "the last test case": f"{given}: every {format_seconds(yours)}, {lasts(yours):.2%} goodput",
         "best possible goodput": f"{most:.2%}",
     }
 

@@ -22,7 +22,7 @@ def launch_delays(answer: Callable[[list[Row]], list[float]]) -> dict[str, Any]:
             yours = [round(float(delay), 3) for delay in answer(copy.deepcopy(rows))]
             if yours != expected:
                 raise Wrong(yours=yours, expected=expected, hint=_delay_hint(yours, rows))
-    return {"the last one, µs": str(yours)}
+    return {"delays in the last test case, µs": str(yours)}
 
 
 def _launches(count: int) -> tuple[list[Row], list[float]]:
@@ -161,7 +161,7 @@ def evidence(fault: str, timeline: Timeline) -> float:
 
 
 def _value_waits(timeline: Timeline) -> int:
-    """Return how often the host of rank 0 waits for a value."""
+    """Return how many times the host of rank 0 waits for a value."""
     waits = (event for event in timeline.events if event.kind == "wait" and event.stream == 0)
     return sum(event.name != "synchronize" for event in waits)
 
@@ -245,7 +245,7 @@ def one_page(answer: Callable[[list[Row]], list[Row]]) -> dict[str, Any]:
         with for_input(given, "Events keep their keys: ph, pid, ts, and so on."):
             _check_page(rows, traces)
     return {
-        "the last one": f"{given}: {len(rows)} events, {len({row['pid'] for row in rows})} processes"
+        "the last test case": f"{given}; {len(rows)} events, {len({row['pid'] for row in rows})} processes"
     }
 
 
@@ -365,7 +365,7 @@ def at_peak(answer: Callable[[list[Row]], dict[str, int]]) -> dict[str, Any]:
                     hint=_peak_hint(yours, trace),
                 )
     shown = ", ".join(f"{name or 'without frames'} {size:,}" for name, size in yours.items())
-    return {"the last one, bytes": shown}
+    return {"bytes in the last test case": shown}
 
 
 _PLACES = ("load", "forward", "backward", "step")

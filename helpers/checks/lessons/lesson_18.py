@@ -56,7 +56,7 @@ def keys_and_values(answer: Callable[..., Any]) -> dict[str, Any]:
                             expected=f"cache[{name!r}] of shape {tuple(whole.shape)}, as returned",
                             hint="The next pass needs them all: store old and new ones in cache.",
                         )
-    return {"the last one": f"{sum(passes)} tokens in {len(passes)} passes of two layers"}
+    return {"the last test case": f"{sum(passes)} tokens in {len(passes)} passes of two layers"}
 
 
 def _shapes(cache: dict[str, Any]) -> str:

@@ -75,7 +75,7 @@ def test_recomputation_takes_less_memory_and_more_time(how):
         ({"layout": Layout(dp_shard=6)}, "6 ranks .* don't fill hosts of 4 GPUs"),
         (
             {"layout": Layout(tp=8)},
-            "8 ranks can't share a layer evenly: key-value heads 4; tp must divide 4",
+            r"8 ranks can't share a layer evenly \(key-value heads: 4\); tp must divide 4",
         ),
         ({"recompute": "some"}, "one of none, selective, full, got 'some'"),
         ({"batch": 0}, "batch must be an integer of at least 1, got 0"),

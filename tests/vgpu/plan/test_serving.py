@@ -123,7 +123,10 @@ def test_a_published_throughput_is_predicted_within_10_percent():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tp": 3}, r"tp=3 ranks can't share a layer evenly: heads 32, feed-forward width 14336"),
+        (
+            {"tp": 3},
+            r"tp=3 ranks can't share a layer evenly \(heads: 32, feed-forward width: 14336",
+        ),
         ({"pp": 33}, "pp=33 stages are too many for 32 layers"),
         ({"weight_bits": 4}, "weight_bits must be 8 or 16, got 4"),
         (

@@ -1,4 +1,4 @@
-"""``torch.inference_mode()``, which skips autograd and leaves operators whole."""
+"""``torch.inference_mode()``, which skips autograd and doesn't decompose operators."""
 
 import pytest
 import torch
