@@ -98,7 +98,7 @@ class Experts(nn.Module):
         if self.group is None or self.sizes.ranks_per_token is None:
             weights, experts = self._chosen(chances)
             slots = _Slots(experts, weights, self.sizes.count, self._each(len(tokens)))
-            output = slots.added(self._compute(slots.taken(tokens)), len(tokens))
+            output = slots.added(self._compute(slots.taken(tokens), slots.weight_of), len(tokens))
         else:
             output = self._limited(tokens, chances, self.group, self.sizes.ranks_per_token)
         if self.shared is not None:
@@ -138,21 +138,27 @@ class Experts(nn.Module):
         weights, experts = given.topk(most)
         experts = torch.where(weights > 0, experts, given.size(1))
         slots = _Slots(experts, weights, given.size(1), self._each(count * parts))
-        done = self.own(slots.taken(received).unflatten(0, (given.size(1), -1))).flatten(0, 1)
+        done = self._run(slots.taken(received), slots.weight_of)
         returned = _Exchange.apply(slots.added(done, len(received)), group)
         return rows.added(returned, count)
 
-    def _compute(self, slots: torch.Tensor) -> torch.Tensor:
+    def _compute(self, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Run the experts; input and output are (experts · slots per expert, width)."""
         if self.group is None:
-            return self.own(slots.unflatten(0, (self.sizes.count, -1))).flatten(0, 1)
+            return self._run(slots, weights)
         parts = self.group.size()
         # Each rank's slots for this rank's experts: (ranks, own experts, slots per expert, width).
         received = _Exchange.apply(slots, self.group)
         received = received.unflatten(0, (parts, self.sizes.count // parts, -1))
         done = self.own(received.transpose(0, 1).flatten(1, 2))
         returned = done.unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 2)
-        return _Exchange.apply(returned.contiguous(), self.group)
+        return _Exchange.apply(returned.contiguous(), self.group) * weights.to(slots.dtype)[:, None]
+
+    def _run(self, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Run this rank's experts; ``weights`` are (own experts · slots per expert)."""
+        each = self.own.gate.size(0), -1
+        done = self.own(slots.unflatten(0, each), weights.unflatten(0, each))
+        return done.flatten(0, 1)
 
 
 class _Slots:
@@ -171,17 +177,16 @@ class _Slots:
         token_of = torch.full_like(slot[:1], tokens).expand(count * each + 1)
         self.token_of = token_of.scatter(0, slot, order // k)[:-1]  # T marks an empty slot
         weight_of = torch.zeros_like(weights.flatten()[:1]).expand(count * each + 1)
-        self._weight_of = weight_of.scatter(0, slot, weights.flatten()[order])[:-1]
+        self.weight_of = weight_of.scatter(0, slot, weights.flatten()[order])[:-1]
 
     def taken(self, tokens: torch.Tensor) -> torch.Tensor:
         """Fill the slots: (T, width) to (slots, width); empty slots get zeros."""
         return F.pad(tokens, (0, 0, 0, 1))[self.token_of]
 
     def added(self, slots: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Return the weighted sum of each token's slots: (slots, width) to (T, width)."""
-        weighted = slots * self._weight_of.to(slots.dtype)[:, None]
-        output = weighted.new_zeros(tokens + 1, slots.size(1))
-        return output.index_add(0, self.token_of, weighted)[:-1]
+        """Return the sum of each token's slots: (slots, width) to (T, width)."""
+        output = slots.new_zeros(tokens + 1, slots.size(1))
+        return output.index_add(0, self.token_of, slots)[:-1]
 
 
 class GroupedFeedForward(nn.Module):
@@ -200,8 +205,10 @@ class GroupedFeedForward(nn.Module):
         for name, weight in list(self.named_parameters()):
             setattr(self, name, nn.Parameter(weight.detach().chunk(parts)[part].clone()))
 
-    def forward(self, slots: torch.Tensor) -> torch.Tensor:
+    def forward(self, slots: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
         inside = F.silu(torch.bmm(slots, self.gate)) * torch.bmm(slots, self.up)
+        if weights is not None:
+            inside = inside * weights.to(inside.dtype)[..., None]
         return torch.bmm(inside, self.down)
 
 
