@@ -14,8 +14,8 @@ Sources of the rows with experts, which are all in bfloat16:
   Their micro-batches have 8 sequences, which wouldn't fit by our count; we assume 4, as in the
   repository's launch script (scripts/olmoe-gantry.sh) and in the final model's configuration.
 - Mixtral 8x7B: NVIDIA/Megatron-LM at e223b92072 (MCore v0.8), megatron/core/transformer/moe/README.md,
-  on 64 H100s: 438 TFLOP/s per GPU by that commit's formula, which counts as we do. We assume that it
-  was measured with the reference mapping in the same file.
+  on 64 H100s: 438 TFLOP/s per GPU (v0.9: 468) by that commit's formula, which counts as we do. We
+  assume that it was measured with the reference mapping in the same file.
 - Qwen3 30B on H100s: NVIDIA-NeMo/Automodel, docs/performance-summary.md of October 2025 (8d9bfb90e)
   with examples/benchmark/configs/qwen3_moe_30b_te_deepep.yaml. Its router, ``FakeBalancedGate`` in
   nemo_automodel/components/moe/layers.py (at 89e3a9f), gives a token eight consecutive experts, all
@@ -95,7 +95,7 @@ _WHY_EXPERTS = (
     "- OLMoE: Megablocks ran its sparse kernels (`moe_mlp_impl: sparse`); for Hopper, its README recommends grouped "
     "matmuls instead.\n"
     "- Qwen3 30B on B200s: torchtitan multiplies the experts' outputs by the router's weights in float32, and has separate "
-    "matmuls for gates and values (torchtitan/models/common, at b5bcd76c6). Tokens were routed by a real router, so "
+    "matmuls for gates and values (torchtitan/models/common at b5bcd76c6, a month later). Tokens were routed by a real router, so "
     "experts weren't equally busy.\n"
     "- Qwen3 30B on H100s: if gates and values were separate matrices here and the router's weights multiplied "
     "the experts' outputs, this row would be predicted 1% too slow even with matmuls at the full peak. So our "
