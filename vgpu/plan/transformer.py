@@ -17,9 +17,12 @@ from vgpu.time.costs import check_count
 #
 # A router picks ``per_token`` experts for each token. All experts have the same number of slots,
 # which follows from ``capacity``. Tokens are sorted into the slots, and dropped if an expert has
-# none left. Each of SwiGLU's three matmuls is batched over the experts. A capacity of 1 costs as
-# much as dropless training with balanced experts; a larger capacity costs as much as if the
-# busiest expert had that many times the mean load.
+# none left. SwiGLU has two matmuls, one of them for both the gate and the values that it gates; each
+# is batched over the experts. A capacity of 1 costs as much as dropless training with balanced
+# experts; a larger capacity costs as much as if the busiest expert had that many times the mean load.
+#
+# The router's weights multiply the inner values of experts, which are narrow, if the rank that runs
+# the experts has the weights; otherwise, they multiply the outputs.
 #
 # With expert parallelism, each rank has some of the experts, and slots are sent to their ranks and
 # back (all-to-all), forward and backward; as in GShard, each token is sent once per expert. With
@@ -29,7 +32,10 @@ from vgpu.time.costs import check_count
 # Not modeled: load-balancing losses, the host's wait for token counts, and experts in float8.
 #
 # Sources: Lepikhin et al., 2020, GShard; Jiang et al., 2024, Mixtral of experts; DeepSeek-AI, 2024,
-# DeepSeek-V2 (device-limited routing) and DeepSeek-V3 technical report (shared experts).
+# DeepSeek-V2 (device-limited routing) and DeepSeek-V3 technical report (shared experts); one matrix
+# for gates and values, and weights inside: GroupedExpertsDeepEP in NVIDIA-NeMo/Automodel,
+# nemo_automodel/components/moe/layers.py at 89e3a9f, and Megatron-LM since MCore v0.13 (the README of
+# megatron/core/transformer/moe).
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ class Experts(nn.Module):
         if self.group is None or self.sizes.ranks_per_token is None:
             weights, experts = self._chosen(chances)
             slots = _Slots(experts, weights, self.sizes.count, self._each(len(tokens)))
-            output = slots.added(self._compute(slots.taken(tokens)), len(tokens))
+            output = slots.added(self._compute(slots.taken(tokens), slots.weight_of), len(tokens))
         else:
             output = self._limited(tokens, chances, self.group, self.sizes.ranks_per_token)
         if self.shared is not None:
@@ -129,7 +135,7 @@ class Experts(nn.Module):
         )
         # Each rank receives tokens, and the weights of its own experts for them.
         each = math.ceil(count * ranks * self.sizes.capacity / parts)
-        rows = _Slots(sent_to, torch.ones_like(sent_to, dtype=tokens.dtype), parts, each)
+        rows = _Slots(sent_to, None, parts, each)
         rank_of = torch.arange(parts * each, device=tokens.device) // each
         given = F.pad(all_weights, (0, 0, 0, 0, 0, 1))[rows.token_of, rank_of]
         received = _Exchange.apply(rows.taken(tokens), group)
@@ -138,30 +144,40 @@ class Experts(nn.Module):
         weights, experts = given.topk(most)
         experts = torch.where(weights > 0, experts, given.size(1))
         slots = _Slots(experts, weights, given.size(1), self._each(count * parts))
-        done = self.own(slots.taken(received).unflatten(0, (given.size(1), -1))).flatten(0, 1)
+        done = self._run(slots.taken(received), slots.weight_of)
         returned = _Exchange.apply(slots.added(done, len(received)), group)
         return rows.added(returned, count)
 
-    def _compute(self, slots: torch.Tensor) -> torch.Tensor:
-        """Run the experts; input and output are (experts · slots per expert, width)."""
+    def _compute(self, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Run the experts and weight their outputs, both (experts · slots per expert, width)."""
         if self.group is None:
-            return self.own(slots.unflatten(0, (self.sizes.count, -1))).flatten(0, 1)
+            return self._run(slots, weights)
         parts = self.group.size()
         # Each rank's slots for this rank's experts: (ranks, own experts, slots per expert, width).
         received = _Exchange.apply(slots, self.group)
         received = received.unflatten(0, (parts, self.sizes.count // parts, -1))
         done = self.own(received.transpose(0, 1).flatten(1, 2))
         returned = done.unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 2)
-        return _Exchange.apply(returned.contiguous(), self.group)
+        returned = _Exchange.apply(returned.contiguous(), self.group)
+        return returned * weights.to(returned.dtype)[:, None]
+
+    def _run(self, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Run this rank's experts; ``weights`` are (own experts · slots per expert)."""
+        each = (len(self.own.down), -1)
+        done = self.own(slots.unflatten(0, each), weights.unflatten(0, each))
+        return done.flatten(0, 1)
 
 
 class _Slots:
     """Slots for tokens, the same number for each receiver (an expert or a rank)."""
 
     def __init__(
-        self, receivers: torch.Tensor, weights: torch.Tensor, count: int, each: int
+        self, receivers: torch.Tensor, weights: torch.Tensor | None, count: int, each: int
     ) -> None:
-        """``receivers`` is (T, k), with values from 0 to ``count``; ``count`` means no receiver."""
+        """``receivers`` is (T, k), with values from 0 to ``count``; ``count`` means no receiver.
+
+        ``weights``, if any, are (T, k), too; ``weight_of`` has each slot's.
+        """
         tokens, k = receivers.shape
         receiver, order = receivers.flatten().sort(stable=True)
         first = torch.searchsorted(receiver, torch.arange(count + 1, device=receiver.device))
@@ -170,18 +186,19 @@ class _Slots:
         slot = torch.where(fits, receiver * each + place, count * each)
         token_of = torch.full_like(slot[:1], tokens).expand(count * each + 1)
         self.token_of = token_of.scatter(0, slot, order // k)[:-1]  # T marks an empty slot
+        if weights is None:
+            return
         weight_of = torch.zeros_like(weights.flatten()[:1]).expand(count * each + 1)
-        self._weight_of = weight_of.scatter(0, slot, weights.flatten()[order])[:-1]
+        self.weight_of = weight_of.scatter(0, slot, weights.flatten()[order])[:-1]
 
     def taken(self, tokens: torch.Tensor) -> torch.Tensor:
         """Fill the slots: (T, width) to (slots, width); empty slots get zeros."""
         return F.pad(tokens, (0, 0, 0, 1))[self.token_of]
 
     def added(self, slots: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Return the weighted sum of each token's slots: (slots, width) to (T, width)."""
-        weighted = slots * self._weight_of.to(slots.dtype)[:, None]
-        output = weighted.new_zeros(tokens + 1, slots.size(1))
-        return output.index_add(0, self.token_of, weighted)[:-1]
+        """Return the sum of each token's slots: (slots, width) to (T, width)."""
+        output = slots.new_zeros(tokens + 1, slots.size(1))
+        return output.index_add(0, self.token_of, slots)[:-1]
 
 
 class GroupedFeedForward(nn.Module):
@@ -189,10 +206,9 @@ class GroupedFeedForward(nn.Module):
 
     def __init__(self, count: int, width: int, inside: int) -> None:
         super().__init__()
-        self.gate = nn.Parameter(torch.empty(count, width, inside))
-        self.up = nn.Parameter(torch.empty(count, width, inside))
+        self.gate_up = nn.Parameter(torch.empty(count, width, 2 * inside))
         self.down = nn.Parameter(torch.empty(count, inside, width))
-        for weight in (self.gate, self.up, self.down):
+        for weight in (self.gate_up, self.down):
             nn.init.normal_(weight, std=weight.size(1) ** -0.5)
 
     def keep(self, part: int, parts: int) -> None:
@@ -200,8 +216,12 @@ class GroupedFeedForward(nn.Module):
         for name, weight in list(self.named_parameters()):
             setattr(self, name, nn.Parameter(weight.detach().chunk(parts)[part].clone()))
 
-    def forward(self, slots: torch.Tensor) -> torch.Tensor:
-        inside = F.silu(torch.bmm(slots, self.gate)) * torch.bmm(slots, self.up)
+    def forward(self, slots: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """``weights``, (experts, slots), multiply the outputs."""
+        gate, up = torch.bmm(slots, self.gate_up).chunk(2, -1)
+        inside = F.silu(gate) * up
+        if weights is not None:
+            inside = inside * weights.to(inside.dtype)[..., None]
         return torch.bmm(inside, self.down)
 
 

@@ -36,11 +36,11 @@ def one_by_one(module, tokens, ranks=None):
     weights = weights / weights.sum(-1, keepdim=True)
     own, outputs = module.own, []
     for token, given, chosen in zip(tokens, weights, experts, strict=True):
-        parts = [
-            weight * (F.silu(token @ own.gate[e]) * (token @ own.up[e])) @ own.down[e]
-            for weight, e in zip(given, chosen.tolist(), strict=True)
-        ]
-        outputs.append(sum(parts))
+        output = 0
+        for weight, e in zip(given, chosen.tolist(), strict=True):
+            gate, up = (token @ own.gate_up[e]).chunk(2)
+            output = output + weight * (F.silu(gate) * up) @ own.down[e]
+        outputs.append(output)
     return torch.stack(outputs)
 
 
@@ -75,9 +75,9 @@ def whole_and_part(rank, world_size):
     expected, output = module(x), part(y)
     expected.square().sum().backward()
     output.square().sum().backward()
-    dist.all_reduce(module.own.gate.grad)
-    mine = module.own.gate.grad.chunk(world_size)[rank]
-    pairs = (output, expected), (y.grad, x.grad), (part.own.gate.grad, mine)
+    dist.all_reduce(module.own.gate_up.grad)
+    mine = module.own.gate_up.grad.chunk(world_size)[rank]
+    pairs = (output, expected), (y.grad, x.grad), (part.own.gate_up.grad, mine)
     return [float((a - b).abs().max()) for a, b in pairs]
 
 
@@ -96,9 +96,9 @@ def limited_part(rank, world_size, ranks_per_token):
     expected, output = one_by_one(whole, x, ranks_per_token), part(y)
     expected.square().sum().backward()
     output.square().sum().backward()
-    dist.all_reduce(whole.own.gate.grad)
-    mine = whole.own.gate.grad.chunk(world_size)[rank]
-    pairs = [(output, expected), (y.grad, x.grad), (part.own.gate.grad, mine)]
+    dist.all_reduce(whole.own.gate_up.grad)
+    mine = whole.own.gate_up.grad.chunk(world_size)[rank]
+    pairs = [(output, expected), (y.grad, x.grad), (part.own.gate_up.grad, mine)]
     pairs.append((part.router.grad, whole.router.grad))
     return [float((a - b).abs().max()) for a, b in pairs]
 
