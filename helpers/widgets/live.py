@@ -20,7 +20,7 @@ def live(function: Function, controls: Controls, few: Few | None = None) -> ipyw
     """Return an output that follows ``controls``, whose values ``function`` gets by name.
 
     What ``function`` displays comes before what it prints; an error is shown with its traceback.
-    ``few`` maps the names of some controls to the values that a page without a kernel offers. This
+    ``few`` maps the names of some controls to the values that a page without a kernel offers. ``live``
     replaces ``ipywidgets.interactive_output``, whose output is sent to the notebook and back to the
     kernel: nbclient can then miss the end of a cell and wait forever (jupyter/nbclient#312).
     """

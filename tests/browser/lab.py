@@ -122,7 +122,7 @@ class Lesson:
           outputs: c.type === 'code' ? c.outputs.toJSON() : []}))""")
 
     def index(self, tag: str) -> int:
-        """Return the index of the only cell with a tag."""
+        """Return the index of the only cell that has ``tag``."""
         (found,) = (n for n, cell in enumerate(self.cells()) if tag in cell["tags"])
         return found
 
