@@ -417,7 +417,7 @@ def _vgpu_name(module: ModuleType) -> str:
 def _refusing(name: str, there: Any) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"{name} was used, but virtual GPUs have nothing like it: do without it on virtual GPUs"
+            f"{name} was used, but virtual GPUs don't support it: leave it out"
         )
 
     if isinstance(there, type):

@@ -30,7 +30,7 @@ def core(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def minutes(cells: Sequence[dict[str, Any]]) -> float:
-    """Estimate the minutes for prose, code and guesses, plus those that exercises state.
+    """Estimate the minutes for prose, code and guesses, plus the minutes that exercises list.
 
     Hints and solutions don't count.
     """

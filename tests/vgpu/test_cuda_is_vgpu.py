@@ -166,7 +166,7 @@ def test_cuda_only_names_exist_and_raise_when_used():
             "torch.cuda.graphs.make_graphed_callables": graphs.make_graphed_callables,
         }
         for name, use in uses.items():
-            refused = f"{re.escape(name)} was used, but virtual GPUs have nothing like it"
+            refused = f"{re.escape(name)} was used, but virtual GPUs don't support it"
             with pytest.raises(NotImplementedError, match=refused):
                 use()
         assert not isinstance(torch.ones(1, device="vgpu"), torch.vgpu.CUDAGraph)

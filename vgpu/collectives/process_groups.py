@@ -80,7 +80,9 @@ def _make_backend(options: Any, backend_options: object) -> Any:
             options.group_rank, options.group_size, None
         )
     if not dist.is_gloo_available():
-        raise RuntimeError("process groups of virtual GPUs need gloo, which this torch lacks")
+        raise RuntimeError(
+            "process groups of virtual GPUs need gloo, which this build of PyTorch lacks"
+        )
     return dist.ProcessGroupGloo(
         options.store, options.group_rank, options.group_size, timeout=options.timeout
     )
@@ -129,8 +131,8 @@ def _refuse_nccl(backend: str, options: object) -> None:
     if BACKEND in backend and options is not None:
         kind = type(options)
         raise NotImplementedError(
-            f"pg_options is a {kind.__module__}.{kind.__qualname__}, and the backend {BACKEND} "
-            "of virtual GPUs has no options: leave out pg_options"
+            f"pg_options is a {kind.__module__}.{kind.__qualname__}, and virtual GPUs' "
+            f"backend {BACKEND} takes no options: leave out pg_options"
         )
 
 

@@ -103,7 +103,7 @@ class Processors:
     """The multiprocessors of a GPU.
 
     Kernels take turns. A kernel on a high-priority stream overtakes others: it starts as soon as
-    it's ready, and the running kernel ends that much later. (Whenever a thread block ends, CUDA
+    it's ready, which delays the end of the running kernel by its own duration. (Whenever a thread block ends, CUDA
     schedules the high-priority kernel's blocks first, and a block takes far less time than a
     kernel; CUDA C++ programming guide, Stream priorities.) All high-priority streams are treated
     the same.

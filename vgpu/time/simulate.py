@@ -7,8 +7,8 @@ the host has launched it, the stream is free, and the events it waits for have h
 between GPUs occupies the current streams of both GPUs. A host that reads a value waits for it.
 
 A kernel on a high-priority stream overtakes others (resources.py). It may delay kernels that were
-launched earlier and have already been simulated. If so, the last of them ends that much later,
-and kernels launched from then on start after its end; work that has already waited for one of
+launched earlier and have already been simulated. If so, the last of them ends later by
+its duration, and kernels launched from then on start after that; work that has already waited for one of
 them keeps its times.
 
 When simulated alone, a rank never waits for others: they're assumed to be ready whenever it is.

@@ -523,8 +523,8 @@ def _missing_in(submodule: str) -> Callable[[str], Any]:
                 f"torch.set_default_device('{gpus.DEVICE_TYPE}')"
             )
         raise AttributeError(
-            f"module '{ours}' has no attribute '{name}': {theirs} has it, but virtual GPUs have "
-            f"nothing like it; {advice}"
+            f"module '{ours}' has no attribute '{name}': {theirs} has it, but virtual GPUs "
+            f"don't support it; {advice}"
         )
 
     return __getattr__

@@ -43,9 +43,7 @@ def test_nccl_only_features_are_rejected_with_a_clear_message():
         assert said[kind].startswith(begin), kind
         assert "use the collectives of torch.distributed" in said[kind]
     assert said["fused"].startswith("NotImplementedError: operators that use symmetric memory")
-    assert (
-        "the backend vccl of virtual GPUs has no options: leave out pg_options" in said["options"]
-    )
+    assert "virtual GPUs' backend vccl takes no options: leave out pg_options" in said["options"]
     for kind in ("nccl", "both"):
         assert "there are only virtual ones" in said[kind] and "use 'vccl'" in said[kind]
 

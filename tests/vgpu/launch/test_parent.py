@@ -24,7 +24,7 @@ import torch
 from vgpu import launch
 
 def stay(rank, world_size):
-    # What a rank has started itself has to go as well.
+    # Processes that a rank started must be killed, too.
     loader = torch.utils.data.DataLoader(torch.arange(8.0), num_workers=1)
     batches = iter(loader)
     next(batches)

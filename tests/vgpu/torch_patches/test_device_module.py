@@ -40,7 +40,7 @@ def test_submodules_have_torch_cudas_names():
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("vgpu.CUDAGraph", "torch.cuda has it, but virtual GPUs have nothing like it; skip it"),
+        ("vgpu.CUDAGraph", "torch.cuda has it, but virtual GPUs don't support it; skip it"),
         ("vgpu.FloatTensor", "create tensors with dtype= and device="),
         ("vgpu.nonsense", "'torch.vgpu' has no attribute 'nonsense'$"),
         (
