@@ -194,8 +194,8 @@ def split_layers(layers: int, stages: int) -> list[StageLayers]:
     there's a remainder. For example, Llama 405B has 126 layers: in 8 stages, the first and the last
     have 15 layers, and the others 16. Raises ValueError for more stages than layers.
 
-    Source: ``_generate_llm_fqn_per_model_part`` in torchtitan/distributed/pipeline_parallel.py; the
-    version of December 2024, ``generate_split_points``, gives the same stages there.
+    Source: ``_generate_llm_fqn_per_model_part`` in torchtitan/distributed/pipeline_parallel.py;
+    ``generate_split_points``, in the version of December 2024, gives that model the same stages.
     """
     if stages > layers:
         raise ValueError(

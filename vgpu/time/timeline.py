@@ -86,7 +86,7 @@ class Race:
         return (
             f"{self.operation}{where} on stream {self.stream} of {self.device} does not wait for "
             f"{self.other_operation} on stream {self.other_stream}: call wait_stream or wait_event "
-            f"before it"
+            f"before {self.operation}"
         )
 
 

@@ -7,7 +7,7 @@ from helpers.widgets import precision
 from helpers.widgets.precision import FORMATS, SCALES, answer
 
 
-def test_no_scale_rounds_values_to_zero_without_a_large_value():
+def test_values_are_not_rounded_to_zero_without_an_outlier():
     for per in SCALES:
         assert answer("e4m3", per, "one value", 1).zero < 0.001
     assert answer("e4m3", "tensor", "one value", 1).error == pytest.approx(0.026, rel=0.1)
