@@ -20,7 +20,8 @@ Sources of the rows with experts, which are all in bfloat16:
   with examples/benchmark/configs/qwen3_moe_30b_te_deepep.yaml. Its router, ``FakeBalancedGate`` in
   nemo_automodel/components/moe/layers.py (at 89e3a9f), gives a token eight consecutive experts, all
   on one of the eight ranks; DeepEP sends a token once to each rank that has any of its experts.
-- Qwen3 30B on B200s: issue 79 of mlc-ai/pith-train (July 2026), torchtitan's figures there.
+- Qwen3 30B on B200s: issue 79 of mlc-ai/pith-train (July 2026), torchtitan's figures there, of
+  which we have read only an excerpt.
 - Qwen3 235B on GB200s: NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md at 1804c076f (25.11).
   An NVLink domain's GPUs count as a host of 64 here. Experts are chosen at random, so a token's eight
   are on 7.2 of 32 ranks on average; we use 7.
@@ -44,7 +45,8 @@ import vgpu
 from benchmarks._order import mean
 from benchmarks.published import FITTED, GPU, SPREAD, fitted_share
 from vgpu.plan import Layout, Plan, estimate, extrapolate, predict
-from vgpu.plan.transformer import LLAMA, MIXTRAL, ExpertSizes, TransformerSizes
+from vgpu.plan.experts import ExpertSizes
+from vgpu.plan.transformer import LLAMA, MIXTRAL, TransformerSizes
 
 
 class Row(NamedTuple):
@@ -99,7 +101,7 @@ _WHY_EXPERTS = (
     "experts weren't equally busy.\n"
     "- Qwen3 30B on H100s: if gates and values were separate matrices here and the router's weights multiplied "
     "the experts' outputs, this row would be predicted 1% too slow even with matmuls at the full peak. So our "
-    "experts are like NeMo AutoModel's (`vgpu/plan/transformer.py`).\n\n"
+    "experts are like NeMo AutoModel's (`vgpu/plan/experts.py`).\n\n"
     "How much of each miss these differences explain is unknown; the rest is unexplained."
 )
 

@@ -30,6 +30,7 @@ ORDER = [
     "vgpu",
     "vgpu.profiling",
     "vgpu.launch",
+    "vgpu.plan.experts",
     "vgpu.plan.transformer",
     "vgpu.plan",
     "helpers.errors",

@@ -91,7 +91,7 @@ class Run(NamedTuple):
 
     @property
     def flop(self) -> float:
-        """The FLOPs of a step with recomputation, as the papers count them: all attention scores."""
+        """The FLOPs of a step with recomputation, counting all attention scores, as the papers do."""
         sizes, tokens = self.sizes, self.batch * self.sizes.sequence
         scores = 4 * sizes.sequence * sizes.width  # two matmuls, per token and layer
         layer = 2 * sizes.layer_products + scores
@@ -285,7 +285,8 @@ def _seconds(part: Recorded, whole: Recorded, run: Run, shares: Shares) -> _Seco
 
     ``whole`` is the same part without tensor parallelism. In Megatron-LM, it launches the same
     kernels as ``part``. In the recordings, ``part`` has a few more: collectives break up fused
-    chains of elementwise operations, but Megatron-LM's own fused kernels have too few operations for that.
+    chains of elementwise operations, but Megatron-LM's own fused kernels have too few operations
+    for that.
     """
 
     def beside_host(

@@ -37,8 +37,9 @@ from torch.utils.checkpoint import (
 )
 from tqdm.auto import tqdm
 
+from vgpu.plan.experts import Experts
 from vgpu.plan.layout import Layout, StageLayers
-from vgpu.plan.transformer import Experts, Transformer, TransformerBlock, TransformerSizes
+from vgpu.plan.transformer import Transformer, TransformerBlock, TransformerSizes
 
 if TYPE_CHECKING:  # plan.py imports this file
     from vgpu.plan.plan import Plan

@@ -413,7 +413,7 @@ class OperatorInfo:
 
         With masks, the host must know how many elements they select, unless a single value is
         filled in with a single mask (``canDispatchToMaskedFill``, which also requires the value
-        to be on the CPU, as a Python number is). Masks reach this point only in calls on
+        to be on the CPU; on CUDA, a Python number is). Masks reach this point only in calls on
         shapes: for tensors with values, parts.py has already converted them to indices.
         """
         if not self.indexes:

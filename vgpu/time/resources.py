@@ -103,10 +103,10 @@ class Processors:
     """The multiprocessors of a GPU.
 
     Kernels take turns. A kernel on a high-priority stream overtakes others: it starts as soon as
-    it's ready, which delays the end of the running kernel by its own duration. (Whenever a thread block ends, CUDA
-    schedules the high-priority kernel's blocks first, and a block takes far less time than a
-    kernel; CUDA C++ programming guide, Stream priorities.) All high-priority streams are treated
-    the same.
+    it's ready, which delays the end of the running kernel by its own duration. (Whenever a thread
+    block ends, CUDA schedules the high-priority kernel's blocks first, and a block takes far less
+    time than a kernel; CUDA C++ programming guide, Stream priorities.) All high-priority streams
+    are treated the same.
 
     While a collective runs, kernels without high priority lose a fraction of their speed. A kernel
     that was placed before the collective keeps its times.

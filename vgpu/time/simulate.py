@@ -8,8 +8,8 @@ between GPUs occupies the current streams of both GPUs. A host that reads a valu
 
 A kernel on a high-priority stream overtakes others (resources.py). It may delay kernels that were
 launched earlier and have already been simulated. If so, the last of them ends later by
-its duration, and kernels launched from then on start after that; work that has already waited for one of
-them keeps its times.
+its duration, and kernels launched from then on start after that; work that has already waited for
+one of them keeps its times.
 
 When simulated alone, a rank never waits for others: they're assumed to be ready whenever it is.
 When it's simulated together with others, an event that a stream waits for may not have happened

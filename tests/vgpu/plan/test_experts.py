@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from vgpu import launch
 from vgpu.plan import Layout, Plan, predict
 from vgpu.plan.estimate import flop_per_token
-from vgpu.plan.transformer import MIXTRAL, Experts, ExpertSizes, Transformer, TransformerSizes
+from vgpu.plan.experts import Experts, ExpertSizes
+from vgpu.plan.transformer import MIXTRAL, Transformer, TransformerSizes
 
 EXPERTS = ExpertSizes(4, 2, 32)
 SMALL = TransformerSizes(2, 64, 4, 4, 128, 256, sequence=64, experts=EXPERTS)
