@@ -314,7 +314,7 @@ class PipelineStep(Step):
     def time_by_cause(self) -> dict[str, float]:
         """The same as ``RecordedStep.time_by_cause``, for the fullest rank."""
         device = self.timeline.devices[self.stage]
-        return time_by_cause(self.timeline, device, self.idle_s)
+        return time_by_cause(self.timeline, device, idle_s=self.idle_s)
 
 
 def _simulated(

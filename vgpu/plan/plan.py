@@ -6,6 +6,7 @@ A rank's step is recorded with all of its layers or, much faster, extrapolated f
 import dataclasses
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,7 @@ from vgpu.plan.parallel_model import ParallelModel, adam, adam_with_state, witho
 from vgpu.plan.transformer import Transformer, TransformerSizes
 from vgpu.profiling.peaks import OTHER, PeakByCause
 from vgpu.time.costs import check_count
-from vgpu.time.timeline import covered_s
+from vgpu.time.timeline import union_s
 from vgpu.units import format_bytes
 
 MOST_RANKS = 32_768
@@ -258,9 +259,16 @@ class RecordedStep:
 
     @property
     def seconds(self) -> float:
-        missing = self.plan.accumulate - _RECORDED_MICRO_BATCHES
-        more_s = missing * micro_batch_s(self.timeline) if missing > 0 else 0.0
+        more_s = 0.0
+        if self._unrecorded:
+            start_s, end_s = second_micro_batch(self.timeline)
+            more_s = self._unrecorded * (end_s - start_s)
         return self.timeline.makespan_s + more_s
+
+    @property
+    def _unrecorded(self) -> int:
+        """The number of micro-batches that weren't recorded, if gradients are accumulated."""
+        return max(0, self.plan.accumulate - _RECORDED_MICRO_BATCHES)
 
     @property
     def tokens_per_s(self) -> float:
@@ -276,7 +284,12 @@ class RecordedStep:
     @property
     def time_by_cause(self) -> dict[str, float]:
         """The step's seconds: computing, each exposed collective, and the rest."""
-        return time_by_cause(self.timeline, self.timeline.devices[0])
+        device = self.timeline.devices[0]
+        causes = time_by_cause(self.timeline, device)
+        if self._unrecorded:
+            of_one = time_by_cause(self.timeline, device, second_micro_batch(self.timeline))
+            causes = {name: s + self._unrecorded * of_one[name] for name, s in causes.items()}
+        return causes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,8 +318,11 @@ _RECORDED_MICRO_BATCHES = 2
 """Micro-batches recorded if gradients are accumulated; the rest take as long as the second."""
 
 
-def micro_batch_s(timeline: vgpu.Timeline) -> float:
-    """Return the time between the ends of two backward passes, in a step of two micro-batches."""
+def second_micro_batch(timeline: vgpu.Timeline) -> tuple[float, float]:
+    """Return when the second micro-batch starts and ends, in a step of two.
+
+    These are the ends of the two backward passes, in seconds.
+    """
     computed = [event for event in timeline.events if event.kind == "kernel" and event.stream == 0]
     computed.sort(key=lambda event: event.start_s)
     ends = [
@@ -314,27 +330,37 @@ def micro_batch_s(timeline: vgpu.Timeline) -> float:
         for event, following in itertools.pairwise(computed)
         if event.backward and not following.backward
     ]
-    first, second, *_ = ends
-    return second - first
+    start_s, end_s, *_ = ends
+    return start_s, end_s
 
 
 def time_by_cause(
-    timeline: vgpu.Timeline, device: torch.device, idle_s: float | None = None
+    timeline: vgpu.Timeline,
+    device: torch.device,
+    window: tuple[float, float] | None = None,
+    idle_s: float | None = None,
 ) -> dict[str, float]:
-    """Return where a device's seconds go; in a pipeline, it waits ``idle_s`` for other stages."""
-    events = timeline.of(device)
-    seen = [event for event in events if event.kind == "kernel"]
-    sent = [event for event in events if event.kind == "collective"]
-    known_s = covered_s(seen)
-    causes = {"computing": known_s}
-    for name in sorted({event.name for event in sent}):
-        seen += [event for event in sent if event.name == name]
-        now_s = covered_s(seen)
-        causes[f"waiting for {name}"] = now_s - known_s
+    """Return where a device's seconds go, from the window's start to its end.
+
+    The window is the whole timeline by default. In a pipeline, the device waits ``idle_s`` for
+    other stages.
+    """
+    start_s, end_s = window or (0.0, timeline.makespan_s)
+    intervals = defaultdict(list)
+    for event in timeline.of(device):
+        if event.kind in ("kernel", "collective"):
+            cause = "computing" if event.kind == "kernel" else f"waiting for {event.name}"
+            from_s = max(event.start_s, start_s)
+            intervals[cause].append((from_s, max(from_s, min(event.end_s, end_s))))
+    causes, seen, known_s = {}, [], 0.0
+    for cause in sorted(intervals):  # "computing" comes first
+        seen += intervals[cause]
+        now_s = union_s(seen)
+        causes[cause] = now_s - known_s
         known_s = now_s
     if idle_s is not None:
         causes["waiting for other stages"] = idle_s
-    causes["waiting for the host"] = timeline.makespan_s - known_s - (idle_s or 0.0)
+    causes["waiting for the host"] = end_s - start_s - known_s - (idle_s or 0.0)
     return causes
 
 

@@ -19,10 +19,12 @@ SMALL = TransformerSizes(4, 256, 4, 2, 512, 1024, 256)
 def test_unrecorded_micro_batches_take_as_long_as_the_second(monkeypatch):
     plan = Plan(SMALL, Layout(dp_shard=8), 2, accumulate=5)
     few = predict(plan)
-    few_s = few.seconds
+    few_s, few_causes = few.seconds, few.time_by_cause
     monkeypatch.setattr("vgpu.plan.plan._RECORDED_MICRO_BATCHES", 5)
     whole = predict(plan)
     assert few_s == pytest.approx(whole.seconds, rel=0.02)
+    assert sum(few_causes.values()) == pytest.approx(few_s)
+    assert few_causes == pytest.approx(whole.time_by_cause, rel=0.05, abs=few_s / 1000)
     assert few.allocated_bytes == whole.allocated_bytes
     assert plan.tokens == 5 * dataclasses.replace(plan, accumulate=1).tokens
 

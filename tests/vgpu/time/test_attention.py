@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import vgpu
 from vgpu.time.costs import KERNELS, Attention, attention_flop_per_s
 
-A100, H100 = vgpu.PRESETS["A100"], vgpu.PRESETS["H100"]
+A100, H100, B200 = (vgpu.PRESETS[name] for name in ("A100", "H100", "B200"))
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
 # TFLOP/s, forward and backward: Dao, 2023, FlashAttention-2, figures 4 and 7.
 BARS = {
@@ -40,6 +40,14 @@ def test_flash_2_matches_published_speeds(bars, measured):
     assert found == pytest.approx(measured, rel=0.04)
 
 
+def test_cudnn_on_a_b200_matches_published_speeds():
+    # MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json: TFLOP/s for 64 heads and 4,096
+    # tokens, and for 16 heads and longer sequences.
+    for length, measured in ((4096, 861), (32_768, 1057), (131_072, 976)):
+        found = together("flash 3", B200, 128, length, causal=True)
+        assert found == pytest.approx(measured, rel=0.1)
+
+
 def test_triton_is_slower_than_flash_2_especially_backward():
     for backward, times in ((False, 1.4), (True, 2.0)):
         attention = Attention(128, 65_536, True, backward)
@@ -49,16 +57,17 @@ def test_triton_is_slower_than_flash_2_especially_backward():
         assert fast / slow == pytest.approx(times, rel=0.1)
 
 
-def test_an_unmeasured_gpu_reaches_the_same_share_of_its_peak():
-    faster = dataclasses.replace(
-        H100, compute_capability=(10, 0), tensor_flop_per_s=2 * H100.tensor_flop_per_s
-    )
+def test_an_unmeasured_gpu_reaches_the_same_share_of_its_peak_as_the_nearest_one():
+    faster = dataclasses.replace(H100, tensor_flop_per_s=2 * H100.tensor_flop_per_s)
+    older = dataclasses.replace(A100, compute_capability=(7, 0))
+    newer = dataclasses.replace(B200, compute_capability=(12, 0))
     attention = Attention(128, 4096, True, False)
     for kernel in KERNELS:
-        ratio = attention_flop_per_s(kernel, faster, attention) / attention_flop_per_s(
-            kernel, H100, attention
-        )
-        assert ratio == pytest.approx(2)
+        for unmeasured, measured, ratio in ((faster, H100, 2), (older, A100, 1), (newer, B200, 1)):
+            found, of_measured = (
+                attention_flop_per_s(kernel, spec, attention) for spec in (unmeasured, measured)
+            )
+            assert found == pytest.approx(ratio * of_measured)
 
 
 def test_recorded_attention_takes_as_long_as_its_kernel():
