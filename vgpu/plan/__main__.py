@@ -111,6 +111,8 @@ _COUNTS = {
     "micro_batches": "micro-batches per batch in a pipeline (default: the value of --pp)",
 }
 _SWITCHES = {
+    "sync-once": "with --accumulate: reduce gradients only after the last batch; add "
+    "--no-reshard-after-forward to gather parameters only for the first (ZeRO-1)",
     "wrap-ends": "wrap the embedding and the output separately in FSDP2, as notebooks/train.py does",
     "float8": "run the matmuls of the blocks' linear layers in float8, with one scale per tensor",
     "compile": "fuse elementwise operations, as torch.compile does",

@@ -56,7 +56,12 @@ class Plan:
     micro_batches: int | None = None
     """Micro-batches into which a pipeline divides ``batch``; None: ``pp``, as in torchtitan."""
     accumulate: int = 1
-    """How many times a step without a pipeline runs ``batch`` sequences and reduces gradients."""
+    """How many times a step without a pipeline runs ``batch`` sequences."""
+    sync_once: bool = False
+    """Whether gradients are reduced only after the last of ``accumulate`` batches (FSDP2's
+    ``set_requires_gradient_sync``). Until then, each rank holds all of them, unsharded. Without
+    ``reshard_after_forward``, parameters are gathered only for the first batch, as in ZeRO-1.
+    """
     reduce: str = "float32"
     """The dtype in which gradients are reduced: one of ``REDUCE``."""
     recompute_every: int = 1
@@ -268,7 +273,7 @@ class RecordedStep:
     @property
     def _unrecorded(self) -> int:
         """The number of micro-batches that weren't recorded, if gradients are accumulated."""
-        return max(0, self.plan.accumulate - _RECORDED_MICRO_BATCHES)
+        return self.plan.accumulate - recorded_micro_batches(self.plan)
 
     @property
     def tokens_per_s(self) -> float:
@@ -314,14 +319,19 @@ class Step(RecordedStep):
         return self.reserved_bytes <= self.plan.spec.memory_bytes
 
 
-_RECORDED_MICRO_BATCHES = 2
-"""Micro-batches recorded if gradients are accumulated; the rest take as long as the second."""
+MOST_RECORDED = 3
+
+
+def recorded_micro_batches(plan: Plan) -> int:
+    """Return how many micro-batches are recorded; the rest take as long as the second."""
+    # With ``sync_once``, the last one differs, too.
+    return min(plan.accumulate, MOST_RECORDED if plan.sync_once else MOST_RECORDED - 1)
 
 
 def second_micro_batch(timeline: vgpu.Timeline) -> tuple[float, float]:
-    """Return when the second micro-batch starts and ends, in a step of two.
+    """Return when the second of several micro-batches starts and ends, in seconds.
 
-    These are the ends of the two backward passes, in seconds.
+    It starts at the end of the first backward pass, and ends with its own.
     """
     computed = [event for event in timeline.events if event.kind == "kernel" and event.stream == 0]
     computed.sort(key=lambda event: event.start_s)
@@ -396,7 +406,11 @@ class Rank:
         assert plan.layout == self._layout
         self._parallel.configure(plan, self._compiled)
         size = (plan.batch, plan.tokens_per_sequence)
-        for _ in range(min(plan.accumulate, _RECORDED_MICRO_BATCHES)):
+        count = recorded_micro_batches(plan)
+        for micro_batch in range(count):
+            syncs = micro_batch == count - 1 or not plan.sync_once
+            self.model.set_requires_gradient_sync(syncs)
+            self.model.set_reshard_after_backward(syncs)
             tokens = torch.randint(plan.sizes.vocabulary, size, device="vgpu")
             with self._parallel.training():
                 # No variable holds the logits, so only the loss keeps them during backward.

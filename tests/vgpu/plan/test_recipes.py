@@ -1,6 +1,7 @@
 """Training variants: gradient accumulation, the dtype of reductions, and recomputed blocks."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
@@ -16,17 +17,33 @@ from vgpu.plan.transformer import TransformerSizes
 SMALL = TransformerSizes(4, 256, 4, 2, 512, 1024, 256)
 
 
-def test_unrecorded_micro_batches_take_as_long_as_the_second(monkeypatch):
-    plan = Plan(SMALL, Layout(dp_shard=8), 2, accumulate=5)
+@pytest.mark.parametrize("sync_once", [False, True])
+def test_unrecorded_micro_batches_take_as_long_as_the_second(sync_once, monkeypatch):
+    plan = Plan(SMALL, Layout(dp_shard=8), 2, accumulate=5, sync_once=sync_once)
     few = predict(plan)
     few_s, few_causes = few.seconds, few.time_by_cause
-    monkeypatch.setattr("vgpu.plan.plan._RECORDED_MICRO_BATCHES", 5)
+    monkeypatch.setattr("vgpu.plan.plan.MOST_RECORDED", 6)
     whole = predict(plan)
     assert few_s == pytest.approx(whole.seconds, rel=0.02)
     assert sum(few_causes.values()) == pytest.approx(few_s)
     assert few_causes == pytest.approx(whole.time_by_cause, rel=0.05, abs=few_s / 1000)
     assert few.allocated_bytes == whole.allocated_bytes
     assert plan.tokens == 5 * dataclasses.replace(plan, accumulate=1).tokens
+
+
+def test_sync_once_gathers_and_reduces_once_and_holds_whole_gradients():
+    plan = Plan(SMALL, Layout(dp_shard=8), accumulate=3, reshard_after_forward=False)
+    often, once = predict(plan), predict(dataclasses.replace(plan, sync_once=True))
+
+    def collectives(step):
+        return Counter(e.name for e in step.timeline.events if e.kind == "collective")
+
+    units = SMALL.layers + 1  # the blocks and the root
+    assert collectives(once) == {"all_gather": units, "reduce_scatter": units}
+    assert collectives(often) == {"all_gather": 2 * units, "reduce_scatter": 2 * units}
+    gradients_bytes = 4 * SMALL.parameters
+    more_bytes = once.bytes_by_cause["gradients"] - often.bytes_by_cause["gradients"]
+    assert more_bytes > gradients_bytes / 2
 
 
 def test_reducing_gradients_in_bfloat16_halves_their_bytes():
