@@ -54,9 +54,9 @@ examples:
 """
 
 ADVICE = """\
-To use less memory per GPU: a smaller --batch, --recompute full, --reshard-after-forward, or more
-ranks (--dp-shard, --tp, --pp). --search lists all layouts, batches and recomputation policies that
-fit."""
+To use less memory per GPU: a smaller --batch, --recompute full, --reshard-after-forward, no
+--sync-once, or more ranks (--dp-shard, --tp, --pp). --search lists all layouts, batches and
+recomputation policies that fit."""
 
 MODELS = LLAMA | MIXTRAL
 _SIZES = {
