@@ -54,8 +54,8 @@ examples:
 """
 
 ADVICE = """\
-To use less memory per GPU: a smaller --batch, --recompute full, --reshard-after-forward, no
---sync-once, or more ranks (--dp-shard, --tp, --pp). --search lists all layouts, batches and
+To use less memory per GPU: a smaller --batch, --recompute full, --reshard-after-forward, leaving
+out --sync-once, or more ranks (--dp-shard, --tp, --pp). --search lists all layouts, batches and
 recomputation policies that fit."""
 
 MODELS = LLAMA | MIXTRAL

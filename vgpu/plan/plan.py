@@ -58,9 +58,11 @@ class Plan:
     accumulate: int = 1
     """How many times a step without a pipeline runs ``batch`` sequences."""
     sync_once: bool = False
-    """Whether gradients are reduced only after the last of ``accumulate`` batches (FSDP2's
-    ``set_requires_gradient_sync``). Until then, each rank holds all of them, unsharded. Without
-    ``reshard_after_forward``, parameters are gathered only for the first batch, as in ZeRO-1.
+    """Whether gradients are reduced only after the last of ``accumulate`` batches, and parameters
+    stay gathered after earlier backward passes (FSDP2's ``set_requires_gradient_sync`` and
+    ``set_reshard_after_backward``). Until then, each rank holds unsharded gradients. Without
+    ``reshard_after_forward``, parameters are gathered only once, as in ZeRO-1. A pipeline always
+    does this.
     """
     reduce: str = "float32"
     """The dtype in which gradients are reduced: one of ``REDUCE``."""
@@ -319,13 +321,13 @@ class Step(RecordedStep):
         return self.reserved_bytes <= self.plan.spec.memory_bytes
 
 
-MOST_RECORDED = 3
+_RECORDED = {False: 2, True: 3}
+"""Micro-batches recorded without and with ``sync_once``, in which the last one differs, too."""
 
 
 def recorded_micro_batches(plan: Plan) -> int:
     """Return how many micro-batches are recorded; the rest take as long as the second."""
-    # With ``sync_once``, the last one differs, too.
-    return min(plan.accumulate, MOST_RECORDED if plan.sync_once else MOST_RECORDED - 1)
+    return min(plan.accumulate, _RECORDED[plan.sync_once])
 
 
 def second_micro_batch(timeline: vgpu.Timeline) -> tuple[float, float]:

@@ -88,10 +88,11 @@ class _Measured(NamedTuple):
 # figure 5 for the forward pass; the backward pass is 1.5 to 1.75 times as fast as version 2's.
 # cuDNN 9's speed is within 15% of version 3's.
 #
-# MooreThreads/SimuMax at 4dcaae5, configs/system/b200_bf16_ceperm.json: cuDNN on a B200, with heads
-# of width 128 and a causal mask, for 4,096 to 131,072 tokens, to within 10%. (It counts FLOPs as if
-# there were no mask.) There is nothing for other heads and without a mask, so we assume the H100's
-# ratios.
+# MooreThreads/SimuMax at 4dcaae5, configs/system/b200_bf16_ceperm.json: Transformer Engine's
+# attention on a B200, presumably cuDNN's, with heads of width 128 and a causal mask. (It counts
+# FLOPs as if there were no mask.) Both passes together match to within 11%, with 64 or 128 heads for
+# 4,096 tokens, and with 8 or 16 for 32,768 and 131,072; with 8 or 16 heads, 4,096 tokens are slower
+# than this. For heads of width 64, and without a mask, we assume the H100's ratios.
 _FLASH_2_A100 = _Measured(312, _Speed(178, 204, 182), _Speed(174, 193, 505))
 KERNELS: dict[str, dict[int, _Measured]] = {
     "flash 1": {
