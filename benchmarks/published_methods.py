@@ -122,9 +122,9 @@ _WHY_GPT_OSS = (
     "With ep 64 on B200s, all-to-alls between hosts take more than half of a predicted step; with ep 8, they stay "
     "within a host. That's why the two layouts differ so much, published and predicted. On B200s with ep 8, version "
     "26.04 is 59% faster than 25.11 with the same micro-batches, so no model of the work could predict both. It's "
-    "unexplained why all rows on H100s, the only ones with a pipeline, are predicted 16% to 26% too slow. Since all matmuls "
-    "reach the same low share of the peak in the model, the large one in the output layer may be too slow there; it's "
-    "in the last stage, which the others wait for."
+    "unexplained why all rows on H100s, the only ones with a pipeline, are predicted 16% to 26% too slow. One cause may be "
+    "the output layer in the last stage, which the others wait for: in the model, its large matmul reaches the same low "
+    "share of the peak as the experts' matmuls. If the output layer's work is halved in all rows, these errors shrink to 6% to 20%."
 )
 _EXPERTS_HEAD = (
     "Models with experts come from several frameworks, all in bfloat16, on GPUs without a power "
