@@ -147,7 +147,7 @@ def row_linear(x, weight, bias):
             _share(
                 '"attention": prepare(WHOLE, None, None)', '"feed_forward": prepare(WHOLE)'
             ).replace("desired_input_layouts=", "use_local_output=True, desired_input_layouts="),
-            "pass on DTensors",
+            "make x a DTensor",
         ),
         (
             _share('"attention": prepare(SUM, None, None)', '"feed_forward": prepare(SUM)').replace(
