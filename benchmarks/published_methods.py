@@ -11,9 +11,8 @@ Source of the rows with context parallelism on B200s: MooreThreads/SimuMax at 4d
 docs/b200/b200_release_v1.2_summary.md (``real ms``), with simu_tools/megatron_scripts/scripts/
 run_pretrain_llama3.sh: Megatron-LM with 12 layers of Llama 3 70B or 4 of 405B (with 16 key-value heads;
 Meta's has 8), 4 micro-batches of one sequence, bfloat16, no recomputation, no overlap. These are all
-rows with context parallelism, and one without, to which one figure is fitted: the efficiency of
-arithmetic. Megatron-LM's all-to-alls swap parts of a sequence for heads; here, keys and values
-are gathered. Attention has the speed that the same source measured on a B200 (vgpu/time/costs.py).
+rows with context parallelism, and one without. Megatron-LM's all-to-alls swap parts of a sequence for heads; here, keys and values
+are gathered.
 
 Source of gpt-oss-120b: NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md at 74695a06d (container
 26.04), c0b9a0003 (26.02) and 1804c076f (25.11): all rows in bfloat16 on GPUs with a preset. The settings are in
@@ -45,9 +44,9 @@ Sources of the other rows with experts, which are all in bfloat16:
   An NVLink domain's GPUs count as a host of 64 here. Experts are chosen at random, so a token's eight
   are on 7.2 of 32 ranks on average; we use 7.
 
-One figure is fitted, to OLMo 1B, which has no experts: the efficiency of arithmetic, as a fraction of
-each GPU's peak. Attention is FlashAttention-2 in OLMo. For the others, it's cuDNN's, which is about
-as fast as FlashAttention-3 on an H100 (vgpu/time/costs.py). Elementwise operations are fused, except in
+In every table but float8's, one figure is fitted to the first row: the efficiency of arithmetic, as a
+fraction of each GPU's peak. Attention is FlashAttention-2 in OLMo. For the others, it's cuDNN's, which is about
+as fast as FlashAttention-3 on an H100, and was measured on a B200 (vgpu/time/costs.py). Elementwise operations are fused, except in
 OLMo. We leave out norms of queries and keys, load-balancing losses, the kernels of Transformer
 Engine, DeepEP and Megablocks, and CUDA graphs. Megatron shards only the optimizer's state; here,
 pipelines gather parameters once per step. NeMo AutoModel keeps experts in bfloat16, unsharded, if no
@@ -107,7 +106,7 @@ _CONTEXT_HEAD = (
     "MooreThreads measured Megatron-LM with context parallelism on eight B200s, in bfloat16."
 )
 _WHY_CONTEXT = (
-    "The first row has no context parallelism, so the efficiency can't hide what it costs. At first, we fitted the "
+    "The first row has no context parallelism, so the efficiency can't hide what it costs. At first, we fitted to the "
     "first row with context parallelism instead, and the mean error of the other six was 8.3%. Then we changed two things: "
     "attention on a B200, assumed to reach the same share of the peak as on an H100, got the speeds that the same authors "
     "measured for it (`vgpu/time/costs.py`), and gradients are now reduced once per step (`sync_once`), as in "

@@ -14,7 +14,7 @@ import vgpu
 from helpers import plots
 from helpers.widgets.live import explorer, steps
 from vgpu.plan import RECOMPUTE, Layout, Plan, extrapolate
-from vgpu.plan.plan import ExtrapolatedStep
+from vgpu.plan.recorded_step import ExtrapolatedStep
 from vgpu.plan.transformer import LLAMA
 from vgpu.tables import Table
 from vgpu.units import format_bytes, format_seconds

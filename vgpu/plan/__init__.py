@@ -3,6 +3,7 @@
 from vgpu.plan.layout import RECOMPUTE, Layout
 from vgpu.plan.layout_search import search
 from vgpu.plan.pipelines import predict
-from vgpu.plan.plan import Plan, Step, extrapolate
+from vgpu.plan.plan import Plan
+from vgpu.plan.recorded_step import Step, extrapolate
 
 __all__ = ["RECOMPUTE", "Layout", "Plan", "Step", "extrapolate", "predict", "search"]

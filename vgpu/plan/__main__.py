@@ -19,7 +19,8 @@ from vgpu.plan.experts import ExpertSizes
 from vgpu.plan.layout import RECOMPUTE, REDUCE, Layout, split_layers
 from vgpu.plan.layout_search import search
 from vgpu.plan.pipelines import PipelineStep, predict
-from vgpu.plan.plan import Plan, Step
+from vgpu.plan.plan import Plan
+from vgpu.plan.recorded_step import Step
 from vgpu.plan.transformer import LLAMA, MIXTRAL, TransformerSizes
 from vgpu.tables import Table
 from vgpu.time.costs import check_count

@@ -31,7 +31,8 @@ from vgpu.launch.processes import context, main_module_hidden
 from vgpu.plan import estimate
 from vgpu.plan.layout import RECOMPUTE, Layout
 from vgpu.plan.pipelines import predict
-from vgpu.plan.plan import RECORDED_LAYERS, Plan, Rank, Step, extrapolated, on_cluster, with_layers
+from vgpu.plan.plan import Plan, on_cluster
+from vgpu.plan.recorded_step import RECORDED_LAYERS, Rank, Step, extrapolated, with_layers
 from vgpu.tables import Table
 from vgpu.time.costs import check_count
 from vgpu.units import format_bytes

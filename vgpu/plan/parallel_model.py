@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,10 +39,8 @@ from tqdm.auto import tqdm
 
 from vgpu.plan.experts import Experts
 from vgpu.plan.layout import Layout, StageLayers
+from vgpu.plan.plan import Plan
 from vgpu.plan.transformer import Transformer, TransformerBlock, TransformerSizes
-
-if TYPE_CHECKING:  # plan.py imports this file
-    from vgpu.plan.plan import Plan
 
 # Linear layers with float8 matmuls, as in the tensorwise recipe of torchao and torchtitan
 #
@@ -397,7 +395,7 @@ class ParallelModel:
     Parameters are gathered in bfloat16.
     """
 
-    def __init__(self, model: Transformer, plan: "Plan", mesh: DeviceMesh) -> None:
+    def __init__(self, model: Transformer, plan: Plan, mesh: DeviceMesh) -> None:
         """``model`` is on the host, so a GPU needs memory only for its own part.
 
         ``mesh`` is the mesh of the plan's layout.
@@ -437,7 +435,7 @@ class ParallelModel:
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
             yield
 
-    def configure(self, plan: "Plan", compiled: bool = False) -> None:
+    def configure(self, plan: Plan, compiled: bool = False) -> None:
         """Set what may change from step to step: the recomputation, and FSDP2's resharding.
 
         ``compiled`` blocks save less.

@@ -30,7 +30,8 @@ from vgpu.plan.parallel_model import (
     progress,
     without_garbage,
 )
-from vgpu.plan.plan import Plan, Rank, Step, on_cluster, time_by_cause
+from vgpu.plan.plan import Plan, on_cluster
+from vgpu.plan.recorded_step import Rank, Step, time_by_cause
 from vgpu.plan.schedules import BACKWARD, FORWARD, Action, Box, Schedule, SimulatedSchedule
 from vgpu.profiling.peaks import PeakByCause
 from vgpu.time.simulate import replay_beside

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from helpers.checks.core import Wrong, exercise, expect_two, for_input, hint_by_value
 from vgpu.plan import Layout, Plan, estimate, extrapolate
-from vgpu.plan.plan import ExtrapolatedStep
+from vgpu.plan.recorded_step import ExtrapolatedStep
 from vgpu.plan.transformer import LLAMA, TransformerSizes
 from vgpu.tables import Table
 from vgpu.units import format_bytes, format_seconds

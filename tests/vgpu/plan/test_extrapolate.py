@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import vgpu
 from vgpu.plan import Layout, Plan, extrapolate, predict
-from vgpu.plan.plan import Rank, on_cluster
+from vgpu.plan.plan import on_cluster
+from vgpu.plan.recorded_step import Rank
 from vgpu.plan.transformer import TransformerSizes
 
 SIZES = TransformerSizes(8, 1024, 8, 8, 2752, 2048, sequence=1024)

@@ -15,7 +15,8 @@ from levels import sample
 from vgpu.launch import launcher
 from vgpu.plan import Layout, Plan, estimate, layout_search, predict, search
 from vgpu.plan import __main__ as command
-from vgpu.plan.plan import Rank, on_cluster
+from vgpu.plan.plan import on_cluster
+from vgpu.plan.recorded_step import Rank
 from vgpu.plan.transformer import TransformerSizes
 
 SIZES = TransformerSizes(6, 256, 8, 4, 512, 1024, sequence=128)

@@ -40,7 +40,7 @@ def test_flash_2_matches_published_speeds(bars, measured):
     assert found == pytest.approx(measured, rel=0.04)
 
 
-def test_cudnn_on_a_b200_matches_published_speeds():
+def test_attention_on_a_b200_matches_published_speeds():
     # MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json: TFLOP/s for 64 heads and 4,096
     # tokens, and for 16 heads and longer sequences.
     for length, measured in ((4096, 861), (32_768, 1057), (131_072, 976)):
