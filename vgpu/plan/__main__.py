@@ -21,7 +21,7 @@ from vgpu.plan.layout_search import search
 from vgpu.plan.pipelines import PipelineStep, predict
 from vgpu.plan.plan import Plan
 from vgpu.plan.recorded_step import Step
-from vgpu.plan.transformer import LLAMA, MIXTRAL, TransformerSizes
+from vgpu.plan.transformer import DEEPSEEK, LLAMA, MIXTRAL, TransformerSizes
 from vgpu.tables import Table
 from vgpu.time.costs import check_count
 from vgpu.units import format_bytes, format_seconds
@@ -59,7 +59,7 @@ To use less memory per GPU: a smaller --batch, --recompute full, --reshard-after
 out --sync-once, or more ranks (--dp-shard, --tp, --pp). --search lists all layouts, batches and
 recomputation policies that fit."""
 
-MODELS = LLAMA | MIXTRAL
+MODELS = LLAMA | MIXTRAL | DEEPSEEK
 _SIZES = {
     "layers": "transformer blocks",
     "width": "width of the hidden states",
@@ -145,9 +145,10 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,  # --gpus would mean --gpus-per-host
     )
     result.add_argument(
-        "--model", choices=MODELS, help="a size of Llama 3.1 or Mixtral (default: 8B)"
+        "--model", choices=MODELS, help="Llama 3.1, Mixtral or DeepSeek (default: 8B)"
     )
     _add_counts(result, "sizes that override the model's", _SIZES)
     experts = result.add_argument_group("experts (each option overrides the model's)")
@@ -300,7 +301,7 @@ def _served(given: dict[str, Any]) -> str:
     known = _SERVED | _SERVE.keys()
     _refuse([name for name in given if name not in known], given, "not used with --serve")
     own = {name: value for name, value in given.items() if name in _SIZES}
-    sizes = dataclasses.replace(LLAMA[given.get("model", "8B")], **own)
+    sizes = dataclasses.replace(MODELS[given.get("model", "8B")], **own)
     degrees = {name: given[name] for name in ("tp", "pp", *_SERVE) if name in given}
     lengths = degrees.pop("prompt", 1024), degrees.pop("output", 256)
     rates = ("gpu", "gpus_per_host", "network", "arithmetic_share")

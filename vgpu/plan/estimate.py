@@ -25,28 +25,37 @@ def flop_per_token(sizes: TransformerSizes, sequence: int) -> int:
 
     Each parameter in a matmul takes six FLOPs. Attention adds 12 · layers · width · sequence, which
     counts full sequences although a causal mask hides half (Chowdhery et al., 2022, PaLM, appendix
-    B). Embedding lookups and norms aren't matmuls and don't count.
+    B); with latent attention, the width is the mean of queries' and values' widths. Embedding
+    lookups and norms aren't matmuls and don't count.
     """
     products = sizes.token_products + sizes.vocabulary * sizes.width
-    return 6 * products + 12 * sizes.layers * sizes.query_width * sequence
+    attended = sizes.query_width + sizes.attended_width
+    return 6 * products + 6 * sizes.layers * attended * sequence
 
 
 def kept_bytes(sizes: TransformerSizes, tokens: int, recompute: str = "full") -> int:
     """Return the minimum number of bytes that a block keeps for its backward pass, in bfloat16.
 
-    A block keeps its input. With "selective", it also keeps queries, values, and the outputs of the
-    gate's matmul and of attention; with "none", also the inputs or outputs of its norms, matmuls
-    and attention. ``tokens`` is the number on one rank or, if the ``tp`` ranks share the bytes, on
-    all of them.
+    A block keeps its input. With "selective", it also keeps the outputs of attention and of every
+    second matmul, but not the experts' inner values; with "none", also the inputs or outputs of its
+    norms, matmuls and attention. ``tokens`` is the number on one rank or, if the ``tp`` ranks share
+    the bytes, on all of them.
     """
-    narrow = sizes.key_value_width
+    narrow, latent = sizes.key_value_width, sizes.latent
+    if latent is None:
+        keys, of_matmuls = narrow, sizes.query_width + narrow  # queries and values
+    else:
+        ranks = latent.query_rank + latent.key_value_rank
+        keys, of_matmuls = sizes.query_width, ranks + latent.rotary_width + sizes.width
     numbers = {
         "full": sizes.width,
-        "selective": sizes.width + 2 * sizes.query_width + narrow + sizes.least_inside,
+        "selective": sizes.width + of_matmuls + sizes.attended_width + sizes.least_inside(False),
         "none": 4 * sizes.width
-        + 2 * sizes.query_width
-        + 2 * narrow
-        + sizes.feed_forward_products * sizes.least_inside,
+        + sizes.query_width
+        + keys
+        + narrow
+        + sizes.attended_width
+        + sizes.feed_forward_products * sizes.least_inside(),
     }
     return 2 * tokens * numbers[recompute]
 
@@ -160,7 +169,7 @@ def mesh_step(
 
     flop_per_s = cost.spec.tensor_flop_per_s * cost.arithmetic_share
     # The mask hides half of the scores. There are two matmuls, with keys and with values.
-    attention_flop = 2 * model.sequence**2 * model.width / tensor
+    attention_flop = model.sequence**2 * (model.query_width + model.attended_width) / tensor
     products_flop = 2 * model.sequence * model.block_products / tensor
     forward_s = layers * (attention_flop + products_flop) / context / flop_per_s
     backward_s = 2 * forward_s
@@ -254,6 +263,7 @@ def _check_mesh(sizes: Mapping[str, int], model: TransformerSizes, sequences: in
             f"sizes must have {', '.join(DIMENSIONS)}, each at least 1; got {dict(sizes)}"
         )
     check_count("sequences", sequences)
+    model.check_dense("a step on a mesh")
     divided = {
         "tensor": (model.key_value_heads, "key-value heads"),
         "context": (model.sequence, "tokens per sequence"),

@@ -106,6 +106,11 @@ class Layout:
 
 def check_tp(sizes: TransformerSizes, tp: int, sequence: int | None = None) -> None:
     """Raise ValueError if ``tp`` ranks can't share a layer of these sizes evenly."""
+    if tp > 1 and sizes.latent is not None:
+        raise ValueError(
+            "latent attention isn't supported with tensor parallelism: use dp_shard or cp instead "
+            "of tp"
+        )
     divided = {
         "heads": sizes.heads,
         "key-value heads": sizes.key_value_heads,

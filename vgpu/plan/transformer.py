@@ -17,6 +17,29 @@ positions and GELU with two matrices. Here, neither has biases."""
 
 
 @dataclass(frozen=True)
+class LatentSizes:
+    """The sizes of multi-head latent attention (DeepSeek-AI, 2024, DeepSeek-V2, section 2.1).
+
+    Queries are computed from a narrow latent vector, and keys and values from another. Rotary
+    positions have their own part of each query head, and one key that all heads share.
+    """
+
+    query_rank: int = 1536  # width of the latent vector for queries
+    key_value_rank: int = 512  # width of the latent vector for keys and values
+    rotary_width: int = 64  # width that rotary positions add to each head's query and key
+
+    def check(self) -> None:
+        """Raise ValueError if no ``LatentAttention`` can have these sizes."""
+        for name, count in vars(self).items():
+            check_count(f"{name} of the latent attention", count)
+        if self.rotary_width % 2:
+            raise ValueError(
+                "rotary_width must be even, since rotary positions rotate pairs of values, got "
+                f"{self.rotary_width}"
+            )
+
+
+@dataclass(frozen=True)
 class TransformerSizes:
     """The sizes of a decoder-only transformer in the style of Llama or GPT."""
 
@@ -32,11 +55,12 @@ class TransformerSizes:
     form: str = "llama"  # one of ``FORMS``
     experts: ExpertSizes | None = None  # in place of the blocks' feed-forward layers
     head_size: int | None = None  # width of a head, if it isn't width / heads
+    latent: LatentSizes | None = None  # for multi-head latent attention
 
     def check(self) -> None:
         """Raise ValueError if no ``Transformer`` can have these sizes."""
         for name, count in vars(self).items():
-            if name not in ("rotary_base", "form", "experts", "head_size"):
+            if name not in ("rotary_base", "form", "experts", "head_size", "latent"):
                 check_count(name, count)
         if self.experts is not None:
             self.experts.check()
@@ -67,14 +91,39 @@ class TransformerSizes:
                 f"{self.heads} heads can't be divided evenly among {self.key_value_heads} "
                 "key-value heads: each must be shared by the same number of heads"
             )
+        if self.latent is not None:
+            self.latent.check()
+            if self.key_value_heads != self.heads or self.form != "llama":
+                raise ValueError(
+                    "latent attention needs as many key-value heads as heads, and form='llama', "
+                    f"got {self.key_value_heads} for {self.heads} heads, and {self.form!r}"
+                )
+
+    def check_dense(self, what: str) -> None:
+        """Raise ValueError for experts or latent attention, which ``what`` doesn't model."""
+        if self.experts is not None or self.latent is not None:
+            kind = "experts" if self.experts is not None else "latent attention"
+            raise ValueError(f"{what} isn't modeled for {kind}: use sizes without them")
 
     @property
     def head_width(self) -> int:
+        """The width of a head, without what latent attention adds for rotary positions."""
         return self.head_size or self.width // self.heads
+
+    @property
+    def rotary_width(self) -> int:
+        """The width of the part of a head that rotary positions rotate."""
+        return self.head_width if self.latent is None else self.latent.rotary_width
 
     @property
     def query_width(self) -> int:
         """The total width of all query heads."""
+        added = 0 if self.latent is None else self.latent.rotary_width
+        return (self.head_width + added) * self.heads
+
+    @property
+    def attended_width(self) -> int:
+        """The total width of what all heads' attention returns."""
         return self.head_width * self.heads
 
     @property
@@ -91,7 +140,15 @@ class TransformerSizes:
 
     @property
     def _attention_products(self) -> int:
-        return 2 * self.width * (self.query_width + self.key_value_width)
+        if self.latent is None:
+            return 2 * self.width * (self.query_width + self.key_value_width)
+        query, both = self.latent.query_rank, self.latent.key_value_rank
+        return (
+            self.width * (query + both + self.latent.rotary_width)
+            + query * self.query_width
+            + both * 2 * self.key_value_width
+            + self.attended_width * self.width
+        )
 
     @property
     def token_products(self) -> int:
@@ -116,13 +173,17 @@ class TransformerSizes:
         layers = self.layers - experts.dense_layers
         return experts.dense_layers * self.block_products + layers * each
 
-    @property
-    def least_inside(self) -> int:
-        """The smallest inner width of any block's feed-forward layer or experts, per token."""
+    def least_inside(self, routed: bool = True) -> int:
+        """Return the smallest inner width of any block's feed-forward layer or experts, per token.
+
+        Without ``routed``, experts that not every token goes through don't count.
+        """
         if self.experts is None:
             return self.feed_forward
-        routed = self.experts.per_token * min(self.experts.capacity, 1.0) * self.experts.width
-        inside = int(routed) + self.experts.shared_width
+        inside = self.experts.shared_width
+        if routed:
+            slots = self.experts.per_token * min(self.experts.capacity, 1.0)
+            inside += int(slots * self.experts.width)
         return min(inside, self.feed_forward) if self.experts.dense_layers else inside
 
     @property
@@ -134,7 +195,10 @@ class TransformerSizes:
     def blocks_parameters(self) -> int:
         """The number of parameters in all blocks, including their norms."""
         count = 0 if self.experts is None else self.experts.count
-        return self._all_products(count) + self.layers * 2 * self.width
+        norms = 2 * self.width
+        if self.latent is not None:
+            norms += self.latent.query_rank + self.latent.key_value_rank
+        return self._all_products(count) + self.layers * norms
 
     @property
     def parameters(self) -> int:
@@ -158,6 +222,35 @@ MIXTRAL = {
     ),
     "8x22B": TransformerSizes(
         56, 6144, 48, 8, 16384, 32_768, rotary_base=1e6, experts=ExpertSizes(8, 2, 16384)
+    ),
+}
+
+# DeepSeek-AI, 2024, DeepSeek-V2, section 3.1.2, and DeepSeek-V3 technical report, section 4.2,
+# without the module that predicts a second token.
+DEEPSEEK = {
+    "DeepSeek-V2": TransformerSizes(
+        60,
+        5120,
+        128,
+        128,
+        12_288,
+        102_400,
+        rotary_base=1e4,
+        head_size=128,
+        latent=LatentSizes(),
+        experts=ExpertSizes(160, 6, 1536, shared_width=2 * 1536, dense_layers=1),
+    ),
+    "DeepSeek-V3": TransformerSizes(
+        61,
+        7168,
+        128,
+        128,
+        18_432,
+        129_280,
+        rotary_base=1e4,
+        head_size=128,
+        latent=LatentSizes(),
+        experts=ExpertSizes(256, 8, 2048, shared_width=2048, dense_layers=3),
     ),
 }
 
@@ -193,7 +286,7 @@ class Transformer(nn.Module):
         self.norm = norm(sizes)
         self.output = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
         self.sizes = sizes
-        angles = rotary_angles(sizes.sequence, sizes.head_width, sizes.rotary_base)
+        angles = rotary_angles(sizes.sequence, sizes.rotary_width, sizes.rotary_base)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
@@ -205,7 +298,7 @@ class Transformer(nn.Module):
         host, one full parameter at a time, and keeps its part. With ``only_buffers``, parameters
         stay as they are, for a model that loads them next.
         """
-        angles = rotary_angles(len(self.cos), self.sizes.head_width, self.sizes.rotary_base)
+        angles = rotary_angles(len(self.cos), self.sizes.rotary_width, self.sizes.rotary_base)
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
         if only_buffers:
@@ -250,7 +343,9 @@ class TransformerBlock(nn.Module):
     def __init__(self, sizes: TransformerSizes, has_experts: bool = False) -> None:
         super().__init__()
         self.attention_norm = norm(sizes)
-        self.attention = CausalAttention(sizes)
+        self.attention: nn.Module = (
+            CausalAttention(sizes) if sizes.latent is None else LatentAttention(sizes)
+        )
         self.feed_forward_norm = norm(sizes)
         self.feed_forward: Any = _experts(sizes) if has_experts else FeedForward(sizes)
 
@@ -322,6 +417,46 @@ class CausalAttention(nn.Module):
         if self.is_rotary:
             query, key = rotated(query, cos, sin), rotated(key, cos, sin)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.output(seen.transpose(1, 2).flatten(-2))
+
+
+class LatentAttention(nn.Module):
+    """Causal multi-head latent attention (DeepSeek-V2). Input and output are (B, S, width).
+
+    Values are padded to the width of queries and keys, since flash attention's kernel takes heads
+    of a single width; DeepSeek's own code for flash attention does the same.
+    """
+
+    def __init__(self, sizes: TransformerSizes) -> None:
+        super().__init__()
+        assert sizes.latent is not None
+        self.head_width, self.rotary_width = sizes.head_width, sizes.latent.rotary_width
+        query, both = sizes.latent.query_rank, sizes.latent.key_value_rank
+        self.query_down = nn.Linear(sizes.width, query, bias=False)
+        self.query_norm = RMSNorm(query)
+        self.query_up = nn.Linear(query, sizes.query_width, bias=False)
+        self.key_value_down = nn.Linear(sizes.width, both + self.rotary_width, bias=False)
+        self.key_value_norm = RMSNorm(both)
+        self.key_value_up = nn.Linear(both, 2 * sizes.key_value_width, bias=False)
+        self.output = nn.Linear(sizes.attended_width, sizes.width, bias=False)
+        _keep_size(self.key_value_down, self.key_value_up, self.output)
+
+    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        own, rotary = self.head_width, self.rotary_width
+        queries = self.query_up(self.query_norm(self.query_down(hidden)))
+        queries = queries.unflatten(-1, (-1, own + rotary)).transpose(1, 2)
+        query, placed = queries.split([own, rotary], -1)  # (B, heads, S, own and rotary)
+        query = torch.cat([query, rotated(placed, cos, sin)], -1)
+        latent, shared = self.key_value_down(hidden).split(
+            [self.key_value_norm.normalized_shape[0], rotary], -1
+        )
+        shared = rotated(shared[:, None], cos, sin)  # (B, 1, S, rotary): the same for all heads
+        both = self.key_value_up(self.key_value_norm(latent))
+        key, value = both.unflatten(-1, (-1, 2 * own)).transpose(1, 2).chunk(2, -1)
+        key = torch.cat([key, shared.expand(-1, key.size(1), -1, -1)], -1)
+        seen = F.scaled_dot_product_attention(
+            query, key, F.pad(value, (0, rotary)), is_causal=True
+        )[..., :own]
         return self.output(seen.transpose(1, 2).flatten(-2))
 
 

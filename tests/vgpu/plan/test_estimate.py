@@ -17,10 +17,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import vgpu
-from vgpu.plan import estimate
+from vgpu.plan import Layout, Plan, estimate, extrapolate
 from vgpu.plan.estimate import DIMENSIONS, mesh_step
-from vgpu.plan.layout import groups
-from vgpu.plan.transformer import LLAMA, Transformer, TransformerSizes
+from vgpu.plan.experts import ExpertSizes
+from vgpu.plan.layout import RECOMPUTE, groups
+from vgpu.plan.transformer import (
+    DEEPSEEK,
+    LLAMA,
+    MIXTRAL,
+    LatentSizes,
+    Transformer,
+    TransformerSizes,
+)
 
 MODEL = dataclasses.replace(LLAMA["70B"], sequence=8192)
 SIZES = {"tensor": 4, "context": 2, "pipeline": 2, "data": 4}
@@ -43,6 +51,20 @@ def test_estimated_flops_match_a_flop_counter():
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
     assert counter.get_total_flops() == 128 * estimate.flop_per_token(small, 128)
+
+
+DENSE = TransformerSizes(8, 256, 4, 2, 1024, 32_000)
+SHARED = dataclasses.replace(DENSE, experts=ExpertSizes(8, 2, 512, shared_width=256))
+LATENT = dataclasses.replace(SHARED, key_value_heads=4, latent=LatentSizes(64, 32, 16))
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("sizes", [DENSE, SHARED, LATENT], ids=["dense", "experts", "latent"])
+def test_a_block_keeps_at_least_the_estimate(sizes, recompute):
+    steps = extrapolate(Plan(sizes, Layout(), 2, recompute=recompute)).steps
+    few, more = (step.bytes_by_cause["activations"] for step in steps)
+    least = estimate.kept_bytes(sizes, 2 * 8192, recompute)
+    assert least <= more - few < 2 * least
 
 
 def test_estimated_bytes_match_what_pytorch_sends_on_a_cluster():
@@ -199,3 +221,9 @@ def test_the_slowest_group_determines_the_time():
 def test_the_error_for_an_impossible_mesh_names_the_size(changes, words):
     with pytest.raises(ValueError, match=words):
         mesh_step(SIZES | changes, MODEL, 64, cost())
+
+
+@pytest.mark.parametrize("sizes", [MIXTRAL["8x7B"], DEEPSEEK["DeepSeek-V3"]])
+def test_a_mesh_rejects_experts(sizes):
+    with pytest.raises(ValueError, match="a step on a mesh isn't modeled for experts"):
+        mesh_step(SIZES, sizes, 64, cost())

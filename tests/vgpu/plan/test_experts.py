@@ -12,7 +12,7 @@ from vgpu import launch
 from vgpu.plan import Layout, Plan, predict
 from vgpu.plan.estimate import flop_per_token
 from vgpu.plan.experts import Experts, ExpertSizes
-from vgpu.plan.transformer import MIXTRAL, Transformer, TransformerSizes
+from vgpu.plan.transformer import MIXTRAL, LatentSizes, Transformer, TransformerSizes
 
 EXPERTS = ExpertSizes(4, 2, 32)
 SMALL = TransformerSizes(2, 64, 4, 4, 128, 256, sequence=64, experts=EXPERTS)
@@ -153,6 +153,10 @@ def test_experts_combine_with_pipelines_context_and_recomputation():
     assert predict(plan(Layout(dp_shard=2, pp=2, ep=2), dense, recompute="full")).fits
     assert predict(plan(Layout(dp_shard=2, cp=2, ep=4))).fits
     assert predict(plan(Layout(dp_shard=2), recompute="selective")).fits
+    latent = dataclasses.replace(dense, latent=LatentSizes(32, 16, 8))
+    assert predict(plan(Layout(dp_shard=2, pp=2, ep=2), latent, recompute="full")).fits
+    assert predict(plan(Layout(dp_shard=2, cp=2, ep=4), latent)).fits
+    assert predict(plan(Layout(dp_shard=2), latent, recompute="selective")).fits
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ import vgpu
 from vgpu.plan import Layout, Plan, predict
 from vgpu.plan import __main__ as command
 from vgpu.plan.plan import MOST_RANKS
-from vgpu.plan.transformer import LLAMA, TransformerSizes
+from vgpu.plan.transformer import LLAMA, LatentSizes, TransformerSizes
 
 SMALL = TransformerSizes(2, 256, 8, 4, 512, 1024, sequence=128)
+LATENT = dataclasses.replace(SMALL, key_value_heads=8, latent=LatentSizes(64, 32, 16))
 OWN = (
     "--layers 2 --width 256 --heads 8 --key-value-heads 4 --feed-forward 512 --vocabulary 1024 "
     "--sequence 128 --gpus-per-host 4"
@@ -92,6 +93,15 @@ def test_recomputation_takes_less_memory_and_more_time(how):
             {"sizes": dataclasses.replace(SMALL, key_value_heads=16)},
             "8 heads can't be divided evenly among 16 key",
         ),
+        (
+            {"sizes": dataclasses.replace(SMALL, latent=LatentSizes())},
+            "needs as many key-value heads as heads",
+        ),
+        (
+            {"sizes": dataclasses.replace(LATENT, latent=LatentSizes(rotary_width=7))},
+            "rotary_width must be even",
+        ),
+        ({"sizes": LATENT, "layout": Layout(tp=2)}, "latent attention isn't supported with tensor"),
         ({"gpu": "Z1"}, "no GPU preset 'Z1'"),
         ({"layout": Layout(dp_shard=100_000)}, "100,000 ranks .* at most 32,768"),
         ({"batch": 10**9}, "1,000,000,000 sequences of 128 tokens .* use a smaller batch"),

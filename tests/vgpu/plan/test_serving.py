@@ -166,6 +166,8 @@ def test_the_command_prints_a_servers_report(capsys):
         ("--serve --dp-shard 8 --batch 2", "--dp-shard, --batch: not used with --serve"),
         ("--prompt 100", "--prompt: only used with --serve"),
         ("--serve --tp 5", "tp=5 ranks can't share a layer evenly"),
+        ("--serve --model 8x7B", "serving isn't modeled for experts: use sizes without them"),
+        ("--gpus 64", "unrecognized arguments: --gpus 64"),  # isn't short for --gpus-per-host
     ],
 )
 def test_the_command_rejects_incompatible_options(capsys, line, message):
