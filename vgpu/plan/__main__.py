@@ -121,7 +121,7 @@ _SWITCHES = {
     "host (asynchronous tensor parallelism)",
 }
 _SEARCH = {
-    "hosts": "hosts in the cluster; use this in place of a layout",
+    "hosts": "hosts in the cluster; use this in place of a layout, except for --cp and --ep",
     "sequences": "maximum number of sequences per step, across all GPUs",
 }
 _COSTS = {"arithmetic_share": "arithmetic_share", "compile": "fuses", "async_tp": "async_tp"}
@@ -284,16 +284,21 @@ def _experts(sizes: TransformerSizes, given: dict[str, Any]) -> ExpertSizes | No
 def _searched(given: dict[str, Any]) -> str:
     _refuse(_SEARCHED, given, "only used without --search")
     hosts, sequences = given.pop("hosts", None), given.pop("sequences", None)
-    plan, costs = plan_of(given)
     if hosts is not None:
-        check_count("--hosts", hosts)
-        cp, ep = plan.layout.cp, plan.layout.ep
-        if plan.layout.ranks > cp:
+        _refuse(
+            [name for name in _LAYOUT if name not in ("cp", "ep")],
+            given,
+            "not used with --hosts: the search tries all degrees but cp and ep",
+        )
+        each, cp = given.get("gpus_per_host", Plan.gpus_per_host), given.get("cp", 1)
+        for name, count in (("--hosts", hosts), ("gpus_per_host", each), ("cp", cp)):
+            check_count(name, count)
+        if hosts * each % cp:
             raise ValueError(
-                f"--hosts {hosts} with a layout ({plan.layout}): pass only one of the two"
+                f"{hosts} hosts of {each} GPUs can't be divided into groups of cp = {cp} ranks"
             )
-        layout = Layout(dp_shard=hosts * plan.gpus_per_host // cp, cp=cp, ep=ep)
-        plan = dataclasses.replace(plan, layout=layout)
+        given["dp_shard"] = hosts * each // cp
+    plan, costs = plan_of(given)
     return f"{search(plan, sequences, **costs)}\n\nVirtual time, predicted by a cost model."
 
 

@@ -188,11 +188,14 @@ def test_the_command_prints_the_best_plans_and_why_others_were_ruled_out(capsys)
     command.main([*OWN.split(), "--search", "--hosts", "1", "--sequences", "2"])
     shown = capsys.readouterr().out
     assert "dp_shard 2" in shown and "not tried" in shown and layout_search._MORE_WORK in shown
+    command.main(f"{OWN} --search --hosts 1 --experts 4 --ep 2 --sequences 2".split())
+    assert "dp_shard 2 × ep 2" in capsys.readouterr().out
     for options, message in (
         (["--hosts", "2"], "--hosts: only used with --search"),
         (["--search", "--hosts", "0"], "--hosts must be an integer of at least 1, got 0"),
         (["--search", "--sequences", "0"], "sequences must be an integer of at least 1, got 0"),
-        (["--search", "--hosts", "2", "--dp-shard", "2"], "--hosts 2 with a layout (dp_shard 2)"),
+        (["--search", "--hosts", "2", "--dp-shard", "2"], "--dp-shard: not used with --hosts"),
+        (["--search", "--hosts", "1", "--cp", "4"], "1 hosts of 2 GPUs can't be divided into"),
         (["--search", "--trace", "step.json"], "--trace: only used without --search"),
         (
             ["--search", "--no-reshard-after-forward"],
