@@ -126,9 +126,9 @@ _DEEPSEEK_HEAD = (
 _WHY_DEEPSEEK = (
     "The efficiency comes from a model without experts, so it can't hide what experts and latent attention cost. We changed "
     "nothing after we first predicted these rows. The time that one more micro-batch adds is predicted to within 5%, except from 8 to 32 "
-    "micro-batches of V2 with ep 8 (9% too little): there, the published step grows by 85 ms per micro-batch, but from 4 to 8 micro-batches by "
-    "77. What doesn't depend on the number of micro-batches is predicted 15 to 50 ms too short. Part of that is the clipping of "
-    "gradients; the rest is unexplained."
+    "micro-batches of V2 with ep 8 (8% too little): there, the published step grows by 85 ms per micro-batch, but from 4 to 8 micro-batches by "
+    "77. What doesn't depend on the number of micro-batches is predicted 17 to 55 ms too short. Part of that is the clipping of "
+    "gradients; the rest is unexplained. Attention is counted with values as wide as keys (192 instead of 128), which cuDNN doesn't need."
 )
 _GPT_OSS_HEAD = (
     "NVIDIA benchmarked gpt-oss-120b with Megatron Bridge on 64 GPUs, in bfloat16. The first column gives the "
@@ -147,11 +147,11 @@ _EXPERTS_HEAD = (
     "limit that we know of. The first row, OLMo 1B, has no experts."
 )
 _WHY_EXPERTS = (
-    "No single efficiency matches these rows. NVIDIA's own frameworks (Mixtral, Qwen3 30B on H100s, Qwen3 235B) are "
-    "faster than predicted; OLMoE, and torchtitan (Qwen3 30B on B200s), are slower. At 0.8 of the peak, the most "
-    "that bfloat16 matmuls reach on an H100 (see `CostModel`), the errors of NVIDIA's three rows would be -9%, 0% "
-    "and +8%, and those of the other two +41% and +39%. But that efficiency is chosen with these rows in view. The "
-    "trivial predictor does about as well as ours, because three of these five runs reach about the same fraction of "
+    "No single efficiency matches these rows. NVIDIA's own frameworks (Mixtral, Qwen3 30B on H100s, Qwen3 235B, "
+    "DeepSeek-V3) are faster than predicted; OLMoE, and torchtitan (Qwen3 30B on B200s), are slower. At 0.8 of the peak, the most "
+    "that bfloat16 matmuls reach on an H100 (see `CostModel`), the errors of NVIDIA's four rows would be -9%, 0%, "
+    "+8% and +16%, and those of the other two +41% and +39%. The "
+    "trivial predictor does about as well as ours, because four of these six runs reach about the same fraction of "
     "the peak as OLMo 1B's, 0.33; Mixtral's reaches 0.44, and OLMoE's 0.21.\n\n"
     "What we know of the differences:\n\n"
     "- Mixtral: of its 32 stages, our second has two layers and our last has none, only the output (as torchtitan "

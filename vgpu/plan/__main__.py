@@ -56,7 +56,7 @@ examples:
 
 ADVICE = """\
 To use less memory per GPU: a smaller --batch, --recompute full, --reshard-after-forward, leaving
-out --sync-once, or more ranks (--dp-shard, --tp, --pp). --search lists all layouts, batches and
+out --sync-once, or more ranks (--dp-shard, --tp, --pp; --ep divides experts). --search lists all layouts, batches and
 recomputation policies that fit."""
 
 MODELS = LLAMA | MIXTRAL | DEEPSEEK
@@ -115,13 +115,14 @@ _SWITCHES = {
     "sync-once": "with --accumulate: reduce gradients only after the last batch; add "
     "--no-reshard-after-forward to gather parameters only for the first (ZeRO-1)",
     "wrap-ends": "wrap the embedding and the output separately in FSDP2, as notebooks/train.py does",
-    "float8": "run the matmuls of the blocks' linear layers in float8, with one scale per tensor",
+    "float8": "run the matmuls of the blocks' linear layers in float8, with one scale per tensor; "
+    "experts stay in bfloat16",
     "compile": "fuse elementwise operations, as torch.compile does",
     "async-tp": "with --compile: overlap matmuls, piece by piece, with their collectives within a "
     "host (asynchronous tensor parallelism)",
 }
 _SEARCH = {
-    "hosts": "hosts in the cluster; use this in place of a layout, except for --cp and --ep",
+    "hosts": "number of hosts; replaces the layout options other than --cp and --ep",
     "sequences": "maximum number of sequences per step, across all GPUs",
 }
 _COSTS = {"arithmetic_share": "arithmetic_share", "compile": "fuses", "async_tp": "async_tp"}
@@ -283,19 +284,20 @@ def _experts(sizes: TransformerSizes, given: dict[str, Any]) -> ExpertSizes | No
 
 def _searched(given: dict[str, Any]) -> str:
     _refuse(_SEARCHED, given, "only used without --search")
+    _refuse(["serve", *_SERVE], given, "not used with --search")
     hosts, sequences = given.pop("hosts", None), given.pop("sequences", None)
     if hosts is not None:
         _refuse(
             [name for name in _LAYOUT if name not in ("cp", "ep")],
             given,
-            "not used with --hosts: the search tries all degrees but cp and ep",
+            "can't be combined with --hosts",
         )
         each, cp = given.get("gpus_per_host", Plan.gpus_per_host), given.get("cp", 1)
         for name, count in (("--hosts", hosts), ("gpus_per_host", each), ("cp", cp)):
             check_count(name, count)
         if hosts * each % cp:
             raise ValueError(
-                f"{hosts} hosts of {each} GPUs can't be divided into groups of cp = {cp} ranks"
+                f"{hosts * each} GPUs can't be divided evenly into groups of cp = {cp} ranks"
             )
         given["dp_shard"] = hosts * each // cp
     plan, costs = plan_of(given)

@@ -23,10 +23,10 @@ from vgpu.time.costs import check_count, check_seconds
 def flop_per_token(sizes: TransformerSizes, sequence: int) -> int:
     """Return the FLOPs of the model for one token, forward and backward, without recomputation.
 
-    Each parameter in a matmul takes six FLOPs. Attention adds 12 · layers · width · sequence, which
-    counts full sequences although a causal mask hides half (Chowdhery et al., 2022, PaLM, appendix
-    B); with latent attention, the width is the mean of queries' and values' widths. Embedding
-    lookups and norms aren't matmuls and don't count.
+    Each parameter in a matmul takes six FLOPs. Attention adds 12 · layers · width · sequence, where
+    the width is that of all query heads or, with latent attention, the mean of queries' and values'.
+    This counts full sequences although a causal mask hides half (Chowdhery et al., 2022, PaLM,
+    appendix B). Embedding lookups and norms aren't matmuls and don't count.
     """
     products = sizes.token_products + sizes.vocabulary * sizes.width
     attended = sizes.query_width + sizes.attended_width
@@ -37,8 +37,8 @@ def kept_bytes(sizes: TransformerSizes, tokens: int, recompute: str = "full") ->
     """Return the minimum number of bytes that a block keeps for its backward pass, in bfloat16.
 
     A block keeps its input. With "selective", it also keeps the outputs of attention and of every
-    second matmul, but not the experts' inner values; with "none", also the inputs or outputs of its
-    norms, matmuls and attention. ``tokens`` is the number on one rank or, if the ``tp`` ranks share
+    second matmul, but not the routed experts' inner values; with "none", also the inputs or outputs
+    of its norms, matmuls and attention, apart from the narrow ones of latent attention. ``tokens`` is the number on one rank or, if the ``tp`` ranks share
     the bytes, on all of them.
     """
     narrow, latent = sizes.key_value_width, sizes.latent
@@ -68,6 +68,7 @@ def least_bytes(
     recompute: str = "full",
     gathered_once: bool = False,
     ep: int = 1,
+    float8: bool = False,
 ) -> int:
     """Return the minimum number of bytes that a rank holds when its backward pass starts.
 
@@ -77,7 +78,8 @@ def least_bytes(
     parameters in bfloat16. ``tokens`` is the number on all ``tp`` ranks together.
     """
     state = 12 * sizes.parameters // dp_shard
-    kept = sizes.layers * kept_bytes(sizes, tokens, recompute)
+    # Matmuls in float8 save their inputs in half the bytes.
+    kept = sizes.layers * kept_bytes(sizes, tokens, recompute) // (2 if float8 else 1)
     logits = 3 * 4 * tokens * sizes.vocabulary
     whole = sizes.blocks_parameters - sizes.expert_products * (ep - 1) // ep
     gathered = 2 * whole if gathered_once else 0
@@ -263,7 +265,7 @@ def _check_mesh(sizes: Mapping[str, int], model: TransformerSizes, sequences: in
             f"sizes must have {', '.join(DIMENSIONS)}, each at least 1; got {dict(sizes)}"
         )
     check_count("sequences", sequences)
-    model.check_dense("a step on a mesh")
+    model.reject_experts_and_latent("a step on a mesh")
     divided = {
         "tensor": (model.key_value_heads, "key-value heads"),
         "context": (model.sequence, "tokens per sequence"),

@@ -60,7 +60,8 @@ class ExpertSizes:
                 f"a token can't go through {self.per_token} of {self.count} experts: use at least "
                 f"{self.per_token} experts"
             )
-        if not 0 < self.capacity <= self.count:
+        is_number = isinstance(self.capacity, int | float)
+        if not is_number or not 0 < self.capacity <= self.count:
             raise ValueError(
                 f"capacity must be above 0 and at most the number of experts ({self.count}), got "
                 f"{self.capacity!r}"

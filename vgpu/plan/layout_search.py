@@ -32,7 +32,7 @@ from vgpu.plan import estimate
 from vgpu.plan.layout import RECOMPUTE, Layout
 from vgpu.plan.pipelines import predict
 from vgpu.plan.plan import Plan, on_cluster
-from vgpu.plan.recorded_step import RECORDED_LAYERS, Rank, Step, extrapolated, with_layers
+from vgpu.plan.recorded_step import Rank, Step, extrapolated, few_layers, with_layers
 from vgpu.tables import Table
 from vgpu.time.costs import check_count
 from vgpu.units import format_bytes
@@ -191,6 +191,7 @@ def _least_bytes(plan: Plan) -> int:
         plan.recompute,
         gathered_once=not plan.reshard_after_forward,
         ep=plan.layout.ep,
+        float8=plan.float8,
     )
 
 
@@ -205,7 +206,9 @@ def _too_large_on_paper(plan: Plan) -> str:
 def _tried(group: list[Candidate], **costs: Any) -> list[Candidate]:
     """Try the plans of one layout; they share two models with a few layers."""
     plan = group[0].plan
-    few = RECORDED_LAYERS if plan.sizes.layers > RECORDED_LAYERS[0] else (plan.sizes.layers,)
+    few: tuple[int, ...] = few_layers(plan)
+    if plan.sizes.layers <= few[1]:
+        few = (plan.sizes.layers,)
     with on_cluster(plan):
         compiled = bool(costs.get("fuses"))
         ranks = {n: Rank(with_layers(plan, n), False, compiled) for n in few}
@@ -255,8 +258,10 @@ def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, A
     if len(ranks) == 1:  # a small model was recorded with all of its layers
         (one.seconds,), (one.allocated_bytes,) = seconds, sizes_bytes
     else:
-        one.seconds = extrapolated(plan.sizes.layers, *seconds)
-        one.allocated_bytes = int(extrapolated(plan.sizes.layers, *sizes_bytes))
+        counts = few_layers(plan)
+        one.seconds = extrapolated(plan.sizes.layers, *seconds, counts=counts)
+        allocated_bytes = extrapolated(plan.sizes.layers, *sizes_bytes, counts=counts)
+        one.allocated_bytes = int(allocated_bytes)
     if one.allocated_bytes > plan.spec.memory_bytes:
         one.reason = _ALLOCATED
 

@@ -359,10 +359,20 @@ def recomputed(block: nn.Module, forward: Any, recompute: str, compiled: bool = 
         return forward
     options: dict[str, Any] = {}
     if recompute == "selective":
-        matmuls = sum(isinstance(module, nn.Linear) for module in block.modules())
-        saved_until = matmuls if compiled else math.inf
+        saved_until = _last_unused_product(block) if compiled else math.inf
         options["context_fn"] = functools.partial(_keep_every_second_product, saved_until)
     return functools.partial(checkpoint, forward, use_reentrant=False, **options)
+
+
+def _last_unused_product(block: nn.Module) -> float:
+    """Return the number of a block's last matmul, or infinity if backward needs its output."""
+    parts = list(block.modules())
+    matmuls = sum(isinstance(part, nn.Linear) for part in parts)
+    for part in parts:
+        if isinstance(part, Experts):
+            # The router's matmul counts, the experts' batched ones don't; a shared expert is last.
+            return math.inf if part.shared is None else matmuls + 1
+    return matmuls
 
 
 def _keep_every_second_product(saved_until: float) -> Any:

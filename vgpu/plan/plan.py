@@ -172,6 +172,7 @@ class Plan:
             self.layout.tp * self.layout.pp,
             self.recompute,
             ep=self.layout.ep,
+            float8=self.float8,
         )
         if least_bytes > _MOST_BYTES:
             raise ValueError(

@@ -218,11 +218,12 @@ def extrapolated(
 
 
 def few_layers(plan: Plan) -> tuple[int, int]:
-    """Return ``RECORDED_LAYERS``, or two multiples of ``recompute_every``."""
-    every = plan.recompute_every
-    if every == 1:
-        return RECORDED_LAYERS
-    few = every * math.ceil(RECORDED_LAYERS[0] / every)
+    """Return ``RECORDED_LAYERS``, or more, so that the layers added to the first count are like all
+    that follow: they have the experts, if any, and are multiples of ``recompute_every``.
+    """
+    every, experts = plan.recompute_every, plan.sizes.experts
+    least = max(RECORDED_LAYERS[0], 0 if experts is None else experts.dense_layers + 1)
+    few = every * math.ceil(least / every)
     return few, few + every
 
 
@@ -235,7 +236,7 @@ def with_layers(plan: Plan, layers: int) -> Plan:
 class ExtrapolatedStep:
     """A plan's step, extrapolated from a few layers; much faster than predicting all of them.
 
-    All layers of a transformer are identical, so time and allocated bytes match the full model's to
+    The layers of a transformer are identical (after leading dense ones, if it has experts), so time and allocated bytes match the full model's to
     within a few tenths of a percent. Reserved memory isn't included, because it grows in jumps.
     """
 

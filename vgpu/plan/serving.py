@@ -73,7 +73,7 @@ class Server:
 
     def __post_init__(self) -> None:
         self.sizes.check()
-        self.sizes.check_dense("serving")
+        self.sizes.reject_experts_and_latent("serving")
         for name in ("tp", "pp"):
             check_count(name, getattr(self, name))
         for name in ("weight_bits", "cache_bits"):

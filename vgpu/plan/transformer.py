@@ -1,5 +1,6 @@
 """A Llama-style decoder-only transformer, with or without experts, and published models' sizes."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +63,10 @@ class TransformerSizes:
         for name, count in vars(self).items():
             if name not in ("rotary_base", "form", "experts", "head_size", "latent"):
                 check_count(name, count)
+        for name, kind in (("experts", ExpertSizes), ("latent", LatentSizes)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(f"{name} must be {kind.__name__}(…) or None, got {value!r}")
         if self.experts is not None:
             self.experts.check()
             if self.experts.dense_layers >= self.layers:
@@ -72,11 +77,11 @@ class TransformerSizes:
         if self.form not in FORMS:
             raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
         base = self.rotary_base
-        if isinstance(base, bool) or not isinstance(base, int | float) or base <= 0:
-            raise ValueError(f"rotary_base must be a number above 0, got {base!r}")
+        if isinstance(base, bool) or not isinstance(base, int | float) or not 0 < base < math.inf:
+            raise ValueError(f"rotary_base must be a finite number above 0, got {base!r}")
         if self.head_size is not None:
             check_count("head_size", self.head_size)
-            if self.head_size % 2:
+            if self.head_size % 2 and self.latent is None:
                 raise ValueError(
                     f"head_size must be even, since rotary positions rotate pairs of values, got "
                     f"{self.head_size}"
@@ -99,11 +104,13 @@ class TransformerSizes:
                     f"got {self.key_value_heads} for {self.heads} heads, and {self.form!r}"
                 )
 
-    def check_dense(self, what: str) -> None:
+    def reject_experts_and_latent(self, what: str) -> None:
         """Raise ValueError for experts or latent attention, which ``what`` doesn't model."""
         if self.experts is not None or self.latent is not None:
             kind = "experts" if self.experts is not None else "latent attention"
-            raise ValueError(f"{what} isn't modeled for {kind}: use sizes without them")
+            raise ValueError(
+                f"{what} isn't modeled for models with {kind}: use sizes without {kind}"
+            )
 
     @property
     def head_width(self) -> int:
@@ -235,6 +242,7 @@ DEEPSEEK = {
         128,
         12_288,
         102_400,
+        sequence=4096,
         rotary_base=1e4,
         head_size=128,
         latent=LatentSizes(),
@@ -247,6 +255,7 @@ DEEPSEEK = {
         128,
         18_432,
         129_280,
+        sequence=4096,
         rotary_base=1e4,
         head_size=128,
         latent=LatentSizes(),
@@ -263,8 +272,8 @@ class Transformer(nn.Module):
     """A Llama-style decoder-only transformer, to train at small sizes or to run on shapes.
 
     It takes (B, S) integers and returns (B, S, vocabulary) logits. It has a norm before each
-    attention and feed-forward layer, grouped-query attention, and no biases; the rest depends on
-    its form (``FORMS``). A pipeline stage has None in place of modules that other stages have.
+    attention and feed-forward layer, grouped-query or latent attention, and no biases; the rest
+    depends on its form (``FORMS``). A pipeline stage has None in place of modules that other stages have.
     """
 
     embedding: nn.Module | None
@@ -423,8 +432,9 @@ class CausalAttention(nn.Module):
 class LatentAttention(nn.Module):
     """Causal multi-head latent attention (DeepSeek-V2). Input and output are (B, S, width).
 
-    Values are padded to the width of queries and keys, since flash attention's kernel takes heads
-    of a single width; DeepSeek's own code for flash attention does the same.
+    Values are padded to the width of queries and keys, since PyTorch's flash-attention kernel takes
+    heads of a single width; so does DeepSeek's own code for FlashAttention-2. Context parallelism
+    gathers the padded heads.
     """
 
     def __init__(self, sizes: TransformerSizes) -> None:
@@ -447,9 +457,8 @@ class LatentAttention(nn.Module):
         queries = queries.unflatten(-1, (-1, own + rotary)).transpose(1, 2)
         query, placed = queries.split([own, rotary], -1)  # (B, heads, S, own and rotary)
         query = torch.cat([query, rotated(placed, cos, sin)], -1)
-        latent, shared = self.key_value_down(hidden).split(
-            [self.key_value_norm.normalized_shape[0], rotary], -1
-        )
+        narrow = self.key_value_down(hidden)
+        latent, shared = narrow.split([narrow.size(-1) - rotary, rotary], -1)
         shared = rotated(shared[:, None], cos, sin)  # (B, 1, S, rotary): the same for all heads
         both = self.key_value_up(self.key_value_norm(latent))
         key, value = both.unflatten(-1, (-1, 2 * own)).transpose(1, 2).chunk(2, -1)

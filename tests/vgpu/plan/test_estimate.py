@@ -55,16 +55,18 @@ def test_estimated_flops_match_a_flop_counter():
 
 DENSE = TransformerSizes(8, 256, 4, 2, 1024, 32_000)
 SHARED = dataclasses.replace(DENSE, experts=ExpertSizes(8, 2, 512, shared_width=256))
-LATENT = dataclasses.replace(SHARED, key_value_heads=4, latent=LatentSizes(64, 32, 16))
+ROUTED = dataclasses.replace(DENSE, experts=ExpertSizes(8, 2, 512))
+LATENT = dataclasses.replace(ROUTED, key_value_heads=4, latent=LatentSizes(64, 32, 16))
 
 
+@pytest.mark.parametrize("fuses", [False, True])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("sizes", [DENSE, SHARED, LATENT], ids=["dense", "experts", "latent"])
-def test_a_block_keeps_at_least_the_estimate(sizes, recompute):
-    steps = extrapolate(Plan(sizes, Layout(), 2, recompute=recompute)).steps
+def test_a_block_keeps_at_least_the_estimate(sizes, recompute, fuses):
+    steps = extrapolate(Plan(sizes, Layout(), 2, recompute=recompute), fuses=fuses).steps
     few, more = (step.bytes_by_cause["activations"] for step in steps)
     least = estimate.kept_bytes(sizes, 2 * 8192, recompute)
-    assert least <= more - few < 2 * least
+    assert least <= more - few < 2.5 * least
 
 
 def test_estimated_bytes_match_what_pytorch_sends_on_a_cluster():
@@ -225,5 +227,5 @@ def test_the_error_for_an_impossible_mesh_names_the_size(changes, words):
 
 @pytest.mark.parametrize("sizes", [MIXTRAL["8x7B"], DEEPSEEK["DeepSeek-V3"]])
 def test_a_mesh_rejects_experts(sizes):
-    with pytest.raises(ValueError, match="a step on a mesh isn't modeled for experts"):
+    with pytest.raises(ValueError, match="a step on a mesh isn't modeled for models with experts"):
         mesh_step(SIZES, sizes, 64, cost())

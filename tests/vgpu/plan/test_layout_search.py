@@ -13,8 +13,9 @@ import pytest
 from levels import sample
 
 from vgpu.launch import launcher
-from vgpu.plan import Layout, Plan, estimate, layout_search, predict, search
+from vgpu.plan import Layout, Plan, estimate, extrapolate, layout_search, predict, search
 from vgpu.plan import __main__ as command
+from vgpu.plan.experts import ExpertSizes
 from vgpu.plan.plan import on_cluster
 from vgpu.plan.recorded_step import Rank
 from vgpu.plan.transformer import TransformerSizes
@@ -53,6 +54,24 @@ def test_a_few_blocks_predict_the_full_models_time_and_bytes(layout, again, reco
         SIZES, 4 * 128, layout.dp_shard, layout.tp, recompute, gathered_once=not again
     )
     assert least < step.allocated_bytes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recompute": "full", "recompute_every": 3},
+        {"sizes": dataclasses.replace(SIZES, experts=ExpertSizes(4, 2, 256, dense_layers=5))},
+    ],
+    ids=["every third block", "five dense layers"],
+)
+def test_enough_blocks_are_recorded_if_they_differ(changes):
+    plan = dataclasses.replace(GUESS, batch=4, **changes)
+    plan = dataclasses.replace(plan, sizes=dataclasses.replace(plan.sizes, layers=12))
+    step, fast = predict(plan), extrapolate(plan)
+    (one,) = layout_search._tried([layout_search.Candidate(plan)])
+    assert one.seconds == fast.seconds() == pytest.approx(step.seconds, rel=1e-2)
+    assert one.allocated_bytes == int(sum(fast.bytes_by_cause.values()))
+    assert one.allocated_bytes == pytest.approx(step.allocated_bytes, rel=2e-2)
 
 
 def test_skipped_plans_are_not_faster_or_do_not_fit(monkeypatch):
@@ -194,8 +213,15 @@ def test_the_command_prints_the_best_plans_and_why_others_were_ruled_out(capsys)
         (["--hosts", "2"], "--hosts: only used with --search"),
         (["--search", "--hosts", "0"], "--hosts must be an integer of at least 1, got 0"),
         (["--search", "--sequences", "0"], "sequences must be an integer of at least 1, got 0"),
-        (["--search", "--hosts", "2", "--dp-shard", "2"], "--dp-shard: not used with --hosts"),
-        (["--search", "--hosts", "1", "--cp", "4"], "1 hosts of 2 GPUs can't be divided into"),
+        (
+            ["--search", "--hosts", "2", "--dp-shard", "2"],
+            "--dp-shard: can't be combined with --hosts",
+        ),
+        (
+            ["--search", "--hosts", "1", "--cp", "4"],
+            "2 GPUs can't be divided evenly into groups of cp = 4",
+        ),
+        (["--search", "--serve"], "--serve: not used with --search"),
         (["--search", "--trace", "step.json"], "--trace: only used without --search"),
         (
             ["--search", "--no-reshard-after-forward"],

@@ -102,6 +102,7 @@ def test_recomputation_takes_less_memory_and_more_time(how):
             "rotary_width must be even",
         ),
         ({"sizes": LATENT, "layout": Layout(tp=2)}, "latent attention isn't supported with tensor"),
+        ({"sizes": dataclasses.replace(LATENT, latent=True)}, "must be LatentSizes.* got True"),
         ({"gpu": "Z1"}, "no GPU preset 'Z1'"),
         ({"layout": Layout(dp_shard=100_000)}, "100,000 ranks .* at most 32,768"),
         ({"batch": 10**9}, "1,000,000,000 sequences of 128 tokens .* use a smaller batch"),

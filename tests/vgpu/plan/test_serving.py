@@ -166,7 +166,10 @@ def test_the_command_prints_a_servers_report(capsys):
         ("--serve --dp-shard 8 --batch 2", "--dp-shard, --batch: not used with --serve"),
         ("--prompt 100", "--prompt: only used with --serve"),
         ("--serve --tp 5", "tp=5 ranks can't share a layer evenly"),
-        ("--serve --model 8x7B", "serving isn't modeled for experts: use sizes without them"),
+        (
+            "--serve --model 8x7B",
+            "serving isn't modeled for models with experts: use sizes without",
+        ),
         ("--gpus 64", "unrecognized arguments: --gpus 64"),  # isn't short for --gpus-per-host
     ],
 )
