@@ -233,11 +233,6 @@ def _with_experts(sizes: TransformerSizes, *experts: int, **options: int) -> Tra
     return dataclasses.replace(sizes, experts=ExpertSizes(*experts, **options))
 
 
-def _pipelined_experts(name: str, plan: Plan, tokens_per_s: float) -> Row:
-    plan = dataclasses.replace(plan, micro_batches=plan.batch, reshard_after_forward=False)
-    return Row(name, plan, tokens_per_s, attention="flash 3")
-
-
 ROWS = (
     Row("8B, float8", _llama("8B", Layout(dp_shard=8), 2, "selective"), 8532),
     Row("8B, float8", _llama("8B", Layout(dp_shard=128), 2, "selective"), 8380),
@@ -270,6 +265,7 @@ def _megatron(
         batch, options["micro_batches"] = batch * count, count
     else:
         options |= {"accumulate": count, "sync_once": True}
+    options["gpus_per_host"] = 64 if gpu == "GB200" else 8
     return Plan(sizes, layout, batch, sequence, reshard_after_forward=False, gpu=gpu, **options)
 
 
@@ -334,10 +330,7 @@ def _gpt_oss(
     experts = ExpertSizes(128, 4, 2880, ranks_per_token=ranks_per_token)
     sizes = TransformerSizes(36, 2880, 64, 8, 2880, 201_088, head_size=64, experts=experts)
     count = sequences // (layout.dp * batch)
-    gpus_per_host = 64 if gpu == "GB200" else 8
-    plan = _megatron(
-        sizes, layout, sequence, batch, count, gpu, gpus_per_host=gpus_per_host, reduce="bfloat16"
-    )
+    plan = _megatron(sizes, layout, sequence, batch, count, gpu, reduce="bfloat16")
     return Row(container, plan, tokens_per_s, attention="flash 3")
 
 
@@ -354,6 +347,7 @@ GPT_OSS = (
     _gpt_oss("25.11", 8213, _EP8, "B200", 4, sequences=512),
     _gpt_oss("25.11", 5630, _PP4, "H100", 4, sequences=512),
 )
+_PP4_EP64, _PP8_EP32 = Layout(dp_shard=64, pp=4, ep=64), Layout(dp_shard=32, pp=8, ep=32)
 EXPERTS = (
     Row(
         "OLMo 1B, no experts",
@@ -367,10 +361,11 @@ EXPERTS = (
         23_600,
         fuses=False,
     ),
-    _pipelined_experts(
+    Row(
         "Mixtral 8x7B, 2 of 8",
-        Plan(MIXTRAL["8x7B"], Layout(dp_shard=16, pp=4, ep=8), 16, 4096, chunks=8),
+        _megatron(MIXTRAL["8x7B"], _PP4, 4096, 1, 16, "H100", chunks=8),
         438e12 / estimate.flop_per_token(MIXTRAL["8x7B"], 4096),
+        attention="flash 3",
     ),
     Row(
         "Qwen3 30B, 8 of 128",
@@ -391,32 +386,17 @@ EXPERTS = (
         19_490,
         attention="flash 3",
     ),
-    _pipelined_experts(
+    Row(
         "Qwen3 235B, 8 of 128",
-        Plan(
-            QWEN3_235B,
-            Layout(dp_shard=32, pp=8, ep=32),
-            256,
-            4096,
-            gpu="GB200",
-            gpus_per_host=64,
-            chunks=3,
-        ),
+        _megatron(QWEN3_235B, _PP8_EP32, 4096, 1, 256, "GB200", chunks=3),
         4916,
+        attention="flash 3",
     ),
-    _pipelined_experts(
+    Row(
         "DeepSeek-V3, 8 of 256",
-        Plan(
-            DEEPSEEK_V3,
-            Layout(dp_shard=64, pp=4, ep=64),
-            64,
-            4096,
-            gpu="GB200",
-            gpus_per_host=64,
-            chunks=4,
-            reduce="bfloat16",
-        ),
+        _megatron(DEEPSEEK_V3, _PP4_EP64, 4096, 1, 64, "GB200", chunks=4, reduce="bfloat16"),
         3139,
+        attention="flash 3",
     ),
 )
 

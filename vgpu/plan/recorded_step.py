@@ -236,8 +236,9 @@ def with_layers(plan: Plan, layers: int) -> Plan:
 class ExtrapolatedStep:
     """A plan's step, extrapolated from a few layers; much faster than predicting all of them.
 
-    The layers of a transformer are identical (after leading dense ones, if it has experts), so time and allocated bytes match the full model's to
-    within a few tenths of a percent. Reserved memory isn't included, because it grows in jumps.
+    The layers of a transformer are identical (after leading dense ones, if it has experts), so time
+    and allocated bytes match the full model's to within a few tenths of a percent. Reserved memory
+    isn't included, because it grows in jumps.
     """
 
     plan: Plan

@@ -273,7 +273,8 @@ class Transformer(nn.Module):
 
     It takes (B, S) integers and returns (B, S, vocabulary) logits. It has a norm before each
     attention and feed-forward layer, grouped-query or latent attention, and no biases; the rest
-    depends on its form (``FORMS``). A pipeline stage has None in place of modules that other stages have.
+    depends on its form (``FORMS``). A pipeline stage has None in place of modules that other stages
+    have.
     """
 
     embedding: nn.Module | None
@@ -432,9 +433,9 @@ class CausalAttention(nn.Module):
 class LatentAttention(nn.Module):
     """Causal multi-head latent attention (DeepSeek-V2). Input and output are (B, S, width).
 
-    Values are padded to the width of queries and keys, since PyTorch's flash-attention kernel takes
-    heads of a single width; so does DeepSeek's own code for FlashAttention-2. Context parallelism
-    gathers the padded heads.
+    Values are padded to the width of queries and keys, as in DeepSeek's own code for
+    FlashAttention-2, since PyTorch's flash-attention kernel takes heads of a single width. Context
+    parallelism gathers the padded heads.
     """
 
     def __init__(self, sizes: TransformerSizes) -> None:

@@ -184,6 +184,10 @@ def test_experts_combine_with_pipelines_context_and_recomputation():
             "capacity must be above 0 and at most the number of experts",
         ),
         (
+            {"sizes": dataclasses.replace(SMALL, experts=ExpertSizes(2, 1, 8, capacity="all"))},
+            "capacity must be above 0 .*, got 'all'",
+        ),
+        (
             {
                 "sizes": dataclasses.replace(
                     SMALL, experts=ExpertSizes(8, 3, 8, ranks_per_token=1)

@@ -103,6 +103,10 @@ def test_recomputation_takes_less_memory_and_more_time(how):
         ),
         ({"sizes": LATENT, "layout": Layout(tp=2)}, "latent attention isn't supported with tensor"),
         ({"sizes": dataclasses.replace(LATENT, latent=True)}, "must be LatentSizes.* got True"),
+        (
+            {"sizes": dataclasses.replace(SMALL, rotary_base=float("nan"))},
+            "rotary_base must be a finite number above 0, got nan",
+        ),
         ({"gpu": "Z1"}, "no GPU preset 'Z1'"),
         ({"layout": Layout(dp_shard=100_000)}, "100,000 ranks .* at most 32,768"),
         ({"batch": 10**9}, "1,000,000,000 sequences of 128 tokens .* use a smaller batch"),
