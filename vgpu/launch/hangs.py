@@ -162,9 +162,11 @@ def rank_state(thread: int, stage: str) -> RankState:
     state = RankState(stage, sent=_sent.copy(), received=_received.copy())
     if dist.is_initialized():
         state.collectives = _flight_records()
-        for group in c10d._world.pg_map:
-            state.members[group.group_name] = dist.get_process_group_ranks(group)
-            state.timeouts_s[group.group_name] = _timeout_s(group)
+        # A copy, since the main thread may be making or destroying groups.
+        for group, ranks in c10d._world.pg_group_ranks.copy().items():
+            if isinstance(group, dist.ProcessGroup):  # the others don't have this rank
+                state.members[group.group_name] = list(ranks)
+                state.timeouts_s[group.group_name] = _timeout_s(group)
         state.groups_made = c10d._world.group_count
     if stage == "runs":
         stack = _stack(thread)

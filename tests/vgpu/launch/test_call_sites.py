@@ -1,4 +1,4 @@
-"""Where a rank is: the user's line, found without affecting what runs there."""
+"""Where a rank is: its groups and the user's line, found without affecting what runs there."""
 
 import sys
 import sysconfig
@@ -78,6 +78,28 @@ def test_reading_a_ranks_state_keeps_none_of_its_objects_alive(often):
     watcher.join()
     assert late == 0
     assert any(map(is_in_this_file, seen))
+
+
+def test_a_ranks_state_can_be_read_while_it_makes_and_destroys_groups(often):
+    rank, done, read = threading.get_ident(), threading.Event(), []
+
+    def watch():
+        try:
+            while len(read) < 2000 or not any(len(groups) > 1 for groups in read):
+                read.append(rank_state(rank, "runs").members)
+        finally:
+            done.set()
+
+    watcher = threading.Thread(target=watch)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    watcher.start()
+    while not done.is_set():
+        for group in [dist.new_group([0]) for _ in range(3)]:
+            dist.destroy_process_group(group)
+    watcher.join()
+    dist.destroy_process_group()
+    assert len(read) >= 2000
+    assert all(ranks == [0] for groups in read for ranks in groups.values())
 
 
 def test_the_call_site_is_found_whatever_the_files_name(tmp_path):
