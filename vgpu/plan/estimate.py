@@ -33,59 +33,6 @@ def flop_per_token(sizes: TransformerSizes, sequence: int) -> int:
     return 6 * products + 6 * sizes.layers * attended * sequence
 
 
-def kept_bytes(sizes: TransformerSizes, tokens: int, recompute: str = "full") -> int:
-    """Return the minimum number of bytes that a block keeps for its backward pass, in bfloat16.
-
-    A block keeps its input. With "selective", it also keeps the outputs of attention and of every
-    second matmul, but not the routed experts' inner values; with "none", also the inputs or outputs
-    of its norms, matmuls and attention, apart from the narrow ones of latent attention. ``tokens`` is the number on one rank or, if the ``tp`` ranks share
-    the bytes, on all of them.
-    """
-    narrow, latent = sizes.key_value_width, sizes.latent
-    if latent is None:
-        keys, of_matmuls = narrow, sizes.query_width + narrow  # queries and values
-    else:
-        ranks = latent.query_rank + latent.key_value_rank
-        keys, of_matmuls = sizes.query_width, ranks + latent.rotary_width + sizes.width
-    numbers = {
-        "full": sizes.width,
-        "selective": sizes.width + of_matmuls + sizes.attended_width + sizes.least_inside(False),
-        "none": 4 * sizes.width
-        + sizes.query_width
-        + keys
-        + narrow
-        + sizes.attended_width
-        + sizes.feed_forward_products * sizes.least_inside(),
-    }
-    return 2 * tokens * numbers[recompute]
-
-
-def least_bytes(
-    sizes: TransformerSizes,
-    tokens: int,
-    dp_shard: int = 1,
-    tp: int = 1,
-    recompute: str = "full",
-    gathered_once: bool = False,
-    ep: int = 1,
-    float8: bool = False,
-) -> int:
-    """Return the minimum number of bytes that a rank holds when its backward pass starts.
-
-    The rank holds its part of the parameters and of Adam's two moments in float32. The ``tp`` ranks
-    also share what each block keeps, plus three float32 tensors the size of the logits (their
-    log-softmax, its gradient, and the logits' gradient) and, with ``gathered_once``, the blocks'
-    parameters in bfloat16. ``tokens`` is the number on all ``tp`` ranks together.
-    """
-    state = 12 * sizes.parameters // dp_shard
-    # Matmuls in float8 save their inputs in half the bytes.
-    kept = sizes.layers * kept_bytes(sizes, tokens, recompute) // (2 if float8 else 1)
-    logits = 3 * 4 * tokens * sizes.vocabulary
-    whole = sizes.blocks_parameters - sizes.expert_products * (ep - 1) // ep
-    gathered = 2 * whole if gathered_once else 0
-    return (state + kept + logits + gathered) // tp
-
-
 def state_bytes(sizes: TransformerSizes, dp_shard: int = 1) -> int:
     """Return the number of bytes that a rank's float32 parameters, gradients and Adam moments take.
 

@@ -28,11 +28,17 @@ from tqdm import tqdm
 
 from vgpu.launch import launcher
 from vgpu.launch.processes import context, main_module_hidden
-from vgpu.plan import estimate
 from vgpu.plan.layout import RECOMPUTE, Layout
-from vgpu.plan.pipelines import predict
+from vgpu.plan.pipelines import predict_if_it_fits
 from vgpu.plan.plan import Plan, on_cluster
-from vgpu.plan.recorded_step import Rank, Step, extrapolated, few_layers, with_layers
+from vgpu.plan.recorded_step import (
+    ExtrapolatedStep,
+    Rank,
+    RecordedStep,
+    Step,
+    few_layers,
+    with_layers,
+)
 from vgpu.tables import Table
 from vgpu.time.costs import check_count
 from vgpu.units import format_bytes
@@ -57,7 +63,7 @@ class Candidate:
     seconds: float | None = None
     allocated_bytes: int | None = None
     step: Step | None = None
-    """Set only for a plan that was predicted in full; time and bytes are then the step's."""
+    """Set only for a plan that was predicted in full and fits; time and bytes are the step's."""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -144,7 +150,7 @@ def search(
             f"step: use at least {least}, one per data-parallel rank"
         )
     for one in candidates:
-        one.reason = _too_large_on_paper(one.plan)
+        one.reason = _too_large_on_paper(one.plan, bool(costs.get("fuses")))
     left = [one for one in candidates if not one.reason]
     groups = [list(group) for _, group in itertools.groupby(left, key=lambda one: one.plan.layout)]
     groups.sort(key=len, reverse=True)  # so that no process starts the longest one last
@@ -182,25 +188,11 @@ def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
             yield other
 
 
-def _least_bytes(plan: Plan) -> int:
-    return estimate.least_bytes(
-        plan.sizes,
-        plan.batch * plan.tokens_per_sequence,
-        plan.layout.shards,
-        plan.layout.tp,
-        plan.recompute,
-        gathered_once=not plan.reshard_after_forward,
-        ep=plan.layout.ep,
-        float8=plan.float8,
-    )
-
-
-def _too_large_on_paper(plan: Plan) -> str:
-    capacity, layout = plan.spec.memory_bytes, plan.layout
-    state_bytes = estimate.least_bytes(plan.sizes, 0, layout.shards, layout.tp, ep=layout.ep)
-    if state_bytes > capacity:
+def _too_large_on_paper(plan: Plan, compiled: bool) -> str:
+    capacity = plan.spec.memory_bytes
+    if plan.least_state_bytes > capacity:
         return _STATE_TOO_LARGE
-    return _ACTIVATIONS_TOO_LARGE if _least_bytes(plan) > capacity else ""
+    return _ACTIVATIONS_TOO_LARGE if plan.least_bytes(compiled) > capacity else ""
 
 
 def _tried(group: list[Candidate], **costs: Any) -> list[Candidate]:
@@ -245,23 +237,21 @@ def _works_no_more(plan: Plan, other: Plan) -> bool:
 
 
 def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, Any]) -> None:
-    plan, seconds, sizes_bytes = one.plan, [], []
+    plan, compiled, steps = one.plan, bool(costs.get("fuses")), list[RecordedStep]()
     for layers, rank in ranks.items():
         few = with_layers(plan, layers)
-        step = rank.recorded(few, **costs)
-        least_added_bytes = _least_bytes(plan) - _least_bytes(few)  # added by the missing layers
-        if step.allocated_bytes + least_added_bytes > plan.spec.memory_bytes:
+        steps.append(rank.recorded(few, **costs))
+        # When backward starts, the missing layers add at least this.
+        added_bytes = plan.least_bytes(compiled) - few.least_bytes(compiled)
+        if sum(steps[-1].peaks[1].values()) + added_bytes > plan.spec.memory_bytes:
             one.reason = _ALLOCATED
             return
-        seconds.append(step.seconds)
-        sizes_bytes.append(step.allocated_bytes)
-    if len(ranks) == 1:  # a small model was recorded with all of its layers
-        (one.seconds,), (one.allocated_bytes,) = seconds, sizes_bytes
+    if len(steps) == 1:  # a small model was recorded with all of its layers
+        one.seconds, one.allocated_bytes = steps[0].seconds, steps[0].allocated_bytes
     else:
-        counts = few_layers(plan)
-        one.seconds = extrapolated(plan.sizes.layers, *seconds, counts=counts)
-        allocated_bytes = extrapolated(plan.sizes.layers, *sizes_bytes, counts=counts)
-        one.allocated_bytes = int(allocated_bytes)
+        step = ExtrapolatedStep(plan, (steps[0], steps[1]))
+        one.seconds = step.seconds()
+        one.allocated_bytes = int(sum(step.bytes_by_cause.values()))
     if one.allocated_bytes > plan.spec.memory_bytes:
         one.reason = _ALLOCATED
 
@@ -271,12 +261,15 @@ def _confirm(result: SearchResult, costs: dict[str, Any], processes: int, bar: A
     while (best := result.best) and best[0].step is None:
         unsure = [one for one in best[:2] if one.step is None]
         bar.total += len(unsure)
-        for number, step in _computed(predict, [(one.plan,) for one in unsure], costs, processes):
+        tasks = [(one.plan,) for one in unsure]
+        for number, step in _computed(predict_if_it_fits, tasks, costs, processes):
             one = unsure[number]
-            one.step, one.seconds, one.allocated_bytes = step, step.seconds, step.allocated_bytes
-            bar.update()
-            if not step.fits:
+            if step is None:
                 one.reason = _RESERVED
+            else:
+                one.step, one.seconds = step, step.seconds
+                one.allocated_bytes = step.allocated_bytes
+            bar.update()
         for one in unsure:
             if one.reason:
                 _try_left_out(one, result, costs, bar)

@@ -49,17 +49,39 @@ def predict(plan: Plan, **costs: Any) -> Step:
     plan, costs = plan.taking(costs)
     if plan.layout.pp > 1:
         return _predict_pipeline(plan, **costs)
+    step = _predict_rank(plan, False, costs)
+    assert step is not None
+    return step
+
+
+def predict_if_it_fits(plan: Plan, **costs: Any) -> Step | None:
+    """Predict a plan without a pipeline; return None if it doesn't fit.
+
+    That's often known after the first of two steps.
+    """
+    plan, costs = plan.taking(costs)
+    step = _predict_rank(plan, True, costs)
+    return step if step is not None and step.fits else None
+
+
+def _predict_rank(plan: Plan, stops: bool, costs: dict[str, Any]) -> Step | None:
+    """Predict rank 0's step or, with ``stops``, return None once too much memory is reserved."""
     with (
         on_cluster(plan) as cluster,
         vgpu.record_memory() as memory,
         progress("predicting: first step, recorded step, allocator", "part", 3) as bar,
     ):
+
+        def reserved_bytes() -> int:
+            return memory.reserved(cluster.device, expandable_segments=True).peak_reserved_bytes
+
         rank = Rank(plan, compiled=bool(costs.get("fuses")))
         bar.update()
+        if stops and reserved_bytes() > plan.spec.memory_bytes:
+            return None
         step = rank.recorded(plan, **costs)
         bar.update()
-        reserved = memory.reserved(cluster.device, expandable_segments=True)
-        return Step(**vars(step), reserved_bytes=reserved.peak_reserved_bytes)
+        return Step(**vars(step), reserved_bytes=reserved_bytes())
 
 
 def _predict_pipeline(plan: Plan, **costs: Any) -> "PipelineStep":
@@ -341,7 +363,7 @@ def _simulated(
     return PipelineStep(
         plan,
         timeline,
-        fullest.bytes_by_cause,
+        (fullest.bytes_by_cause,),
         fullest.reserved_bytes,
         stage,
         fullest.in_flight,

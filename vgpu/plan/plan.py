@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import vgpu
-from vgpu.plan import estimate, schedules
+from vgpu.plan import schedules
 from vgpu.plan.layout import RECOMPUTE, REDUCE, Layout, check_hosts, check_tp, split_layers
 from vgpu.plan.transformer import TransformerSizes
 from vgpu.time.costs import check_count
@@ -165,15 +165,7 @@ class Plan:
 
     def _check_bytes(self) -> None:
         """Raise ValueError for a plan with more bytes than can be counted."""
-        least_bytes = estimate.least_bytes(
-            self.sizes,
-            self.micro_batch * self.tokens_per_sequence,
-            self.layout.shards,
-            self.layout.tp * self.layout.pp,
-            self.recompute,
-            ep=self.layout.ep,
-            float8=self.float8,
-        )
+        least_bytes = self.least_bytes()
         if least_bytes > _MOST_BYTES:
             raise ValueError(
                 f"{self.micro_batch:,} sequences of {self.sequence:,} tokens at once take at least "
@@ -217,6 +209,64 @@ class Plan:
         own = {name: costs[name] for name in ("gpu", "network") if name in costs}
         others = {name: cost for name, cost in costs.items() if name not in own}
         return dataclasses.replace(self, **own) if own else self, others
+
+    @property
+    def least_state_bytes(self) -> int:
+        """The bytes of a rank's parameters and of Adam's two moments, in float32."""
+        layout = self.layout
+        return 12 * self.sizes.parameters // (layout.shards * layout.tp * layout.pp)
+
+    def least_bytes(self, compiled: bool = False) -> int:
+        """Return the minimum number of bytes that a rank holds when its backward pass starts.
+
+        The rank holds its state, what its blocks keep, and its part of three float32 tensors the
+        size of the logits: their log-softmax, its gradient, and the logits' gradient. It also holds
+        parameters gathered in bfloat16: those of all blocks without ``reshard_after_forward``, and
+        those of the embedding and output without ``wrap_ends``. ``compiled`` blocks keep less.
+        """
+        sizes, layout = self.sizes, self.layout
+        kept_bytes = sizes.layers * self.least_kept_bytes(compiled)
+        logits_bytes = 12 * self.micro_batch * self.tokens_per_sequence * sizes.vocabulary
+        gathered = 0 if self.wrap_ends else sizes.parameters - sizes.blocks_parameters
+        if not self.reshard_after_forward:
+            gathered += sizes.blocks_parameters
+            gathered -= sizes.expert_products * (layout.ep - 1) // layout.ep
+        shared_bytes = (logits_bytes + 2 * gathered) // layout.tp
+        return self.least_state_bytes + (kept_bytes + shared_bytes) // layout.pp
+
+    def least_kept_bytes(self, compiled: bool = False) -> int:
+        """Return the minimum number of bytes that a rank keeps of a block for its backward pass.
+
+        A block keeps its input, in bfloat16. With selective recomputation, it also keeps the
+        outputs of attention and of every second matmul, but not the routed experts' inner values,
+        nor what a ``compiled`` block doesn't need. Without recomputation, it keeps what its norms,
+        matmuls, activation functions and attention need, apart from the narrow norms of latent
+        attention. Each ``tp`` rank keeps a part of most tensors, but all of those that the ranks
+        have gathered or have yet to reduce.
+        """
+        sizes, tp, is_llama = self.sizes, self.layout.tp, self.sizes.form == "llama"
+        width, narrow, latent = sizes.width, sizes.key_value_width, sizes.latent
+        shared, entire = float(width), 0.0  # numbers per token, of all tp ranks and of each
+        if self.recompute == "selective":
+            of_matmuls = sizes.query_width + narrow  # queries and values
+            if latent is not None:
+                of_matmuls = latent.query_rank + latent.key_value_rank + latent.rotary_width + width
+            shared += of_matmuls + sizes.attended_width + sizes.least_inside(routed=False)
+            if tp > 1:  # what is reduced and scattered after attention and after the MLP
+                shared += width if compiled else 2 * width
+            if is_llama and latent is None and sizes.experts is None and not compiled:
+                entire = width  # the seventh matmul's output, before it's reduced
+        elif self.recompute == "none":
+            of_input = 0.5 if self.float8 else 1.0  # a matmul's input, in bfloat16's two bytes
+            # RMSNorm keeps its input in float32, before and after dividing it. SwiGLU keeps four
+            # inner tensors, GELU two; the last is a matmul's input.
+            norms = 2 * width * (4 if is_llama else 1)
+            inside = ((3 if is_llama else 1) + of_input) * sizes.least_inside()
+            keys = narrow if latent is None else sizes.query_width
+            shared = norms + sizes.query_width + keys + narrow + sizes.attended_width + inside
+            entire = 2 * of_input * width  # the inputs of attention and of the MLP
+        tokens = self.micro_batch * self.tokens_per_sequence
+        return int(2 * tokens * (shared / tp + entire))
 
     @property
     def tokens(self) -> int:

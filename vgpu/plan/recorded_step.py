@@ -27,8 +27,16 @@ class RecordedStep:
 
     plan: Plan
     timeline: vgpu.Timeline
-    bytes_by_cause: dict[str, int]
-    """Bytes allocated at the peak, as counted by ``vgpu.profiling.peaks``."""
+    peaks: tuple[dict[str, int], ...]
+    """Bytes by cause at the peak of each part of the step, as counted by ``vgpu.profiling.peaks``.
+    Parts start with each forward pass, and once its backward pass has run the last block. Blocks
+    keep the most before that moment, and gradients take the most after it.
+    """
+
+    @property
+    def bytes_by_cause(self) -> dict[str, int]:
+        """Bytes allocated at the step's peak."""
+        return max(self.peaks, key=lambda peak: sum(peak.values()))
 
     @property
     def allocated_bytes(self) -> int:
@@ -195,18 +203,19 @@ class Rank:
 
     def recorded(self, plan: Plan, **costs: Any) -> RecordedStep:
         """Record a step and its bytes at the peak; other ``Rank`` objects' bytes don't count."""
-        with PeakByCause(self.model, self.optimizer) as peak, vgpu.record(**costs) as timeline:
+        peak = PeakByCause(self.model, self.optimizer)
+        with self._parallel.hooked(peak.divide), peak, vgpu.record(**costs) as timeline:
             self.train(plan)
         assert not timeline.races, timeline.races
-        own = {cause: size for cause, size in peak.by_cause.items() if cause != OTHER}
-        return RecordedStep(plan, timeline, own)
+        own = [{cause: n for cause, n in part.items() if cause != OTHER} for part in peak.parts]
+        return RecordedStep(plan, timeline, tuple(own))
 
 
 # A step extrapolated from recordings with a few layers
 
 RECORDED_LAYERS = (4, 5)
 """The layer counts that ``extrapolate`` records, which differ by one layer. With fewer than four
-layers, memory peaks at a different point of the step.
+layers, memory may peak at a different operation.
 """
 
 
@@ -264,7 +273,8 @@ class ExtrapolatedStep:
     @property
     def bytes_by_cause(self) -> dict[str, float]:
         """Like ``Step.bytes_by_cause``; the sum is the bytes allocated at the peak."""
-        return self._by_cause(*(step.bytes_by_cause for step in self.steps))
+        peaks = itertools.starmap(self._by_cause, zip(*(s.peaks for s in self.steps), strict=True))
+        return max(peaks, key=lambda peak: sum(peak.values()))
 
     @property
     def time_by_cause(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ and in ``vgpu.cluster``.
 
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterable
 from types import CodeType
@@ -35,7 +36,8 @@ CAUSES = (PARAMETERS, STATE, GRADIENTS, GATHERED, ACTIVATIONS, TEMPORARY, OTHER)
 class PeakByCause:
     """A context manager around a step; afterward, ``by_cause`` has the bytes at its (first) peak.
 
-    Their sum is the step's ``max_memory_allocated()``. The causes are:
+    Their sum is the step's ``max_memory_allocated()``. If ``divide`` was called during the step,
+    ``parts`` has the same for each part of it. The causes are:
 
     - parameters, including buffers, and optimizer state: both persist between steps,
     - gradients: those of parameters, and FSDP2's buffers for reducing them,
@@ -57,6 +59,8 @@ class PeakByCause:
                 'move it to one first, as in model.to("vgpu:0")'
             )
         self.by_cause = dict.fromkeys(CAUSES, 0)
+        self.parts: list[dict[str, int]] = []
+        self._divisions = [0]  # where parts start, as indices of the GPU's events
         self._is_stepping = False
         self._hooks: list[Any] = []
         self._cause_of: dict[int, str] = {}  # by a block's number in the record
@@ -93,9 +97,16 @@ class PeakByCause:
             hook.remove()
         self._know(GRADIENTS, [parameter.grad for parameter in self._model.parameters()])
         self._know(STATE, self._state())
-        self.by_cause = self._at_peak(self._record.events_on(self._device))
+        events = self._record.events_on(self._device)
+        for bounds in itertools.pairwise([*self._divisions, len(events)]):
+            self.parts.append(self._at_peak(events, *bounds))
+        self.by_cause = max(self.parts, key=lambda part: sum(part.values()))
         # Don't keep anything from the step alive.
         del self._model, self._optimizer, self._record, self._recording, self._hooks, self._hooked
+
+    def divide(self) -> None:
+        """End a part of the step, and start the next."""
+        self._divisions.append(len(self._record.events_on(self._device)))
 
     def _state(self) -> list[Any]:
         states = self._optimizer.state.values() if self._optimizer is not None else ()
@@ -153,12 +164,15 @@ class PeakByCause:
 
     # After the step
 
-    def _at_peak(self, events: list[MemoryEvent]) -> dict[str, int]:
+    def _at_peak(self, events: list[MemoryEvent], start: int, end: int) -> dict[str, int]:
+        """Return the bytes by cause at the peak between two events."""
         # Ask the record: garbage or another thread may free blocks just after it starts.
         before_bytes = self._record.bytes_before(self._device)
-        last = max(range(len(events)), key=lambda at: events[at].allocated_bytes, default=-1)
-        if last >= 0 and events[last].allocated_bytes <= before_bytes:
-            last = -1  # the peak is at the start
+
+        def level(at: int) -> int:
+            return events[at].allocated_bytes if at >= 0 else before_bytes
+
+        last = max(range(start - 1, end), key=level)  # -1 is before the first event
         held, labels = dict(self._before), dict[int, str]()
         unknown_bytes = before_bytes - sum(held.values())
         for event in events[: last + 1]:

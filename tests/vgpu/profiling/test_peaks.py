@@ -181,6 +181,28 @@ def test_peaks_count_gradients_that_exist_before_the_step():
         assert peak.by_cause["activations"] == 0
 
 
+def test_each_part_of_a_step_has_its_own_peak():
+    with vgpu.enable(1):
+        model = mlp().to("vgpu:0")
+        x, counted = torch.ones(4096, 512, device="vgpu:0"), []
+
+        def step():
+            loss = model(x).sum()
+            for _ in range(2):
+                counted.append(torch.vgpu.max_memory_allocated())
+                torch.vgpu.reset_peak_memory_stats()
+                peak.divide()
+                loss.backward(retain_graph=True)
+            counted.append(torch.vgpu.max_memory_allocated())
+
+        torch.vgpu.reset_peak_memory_stats()
+        with peaks.PeakByCause(model) as peak:
+            step()
+        assert [sum(part.values()) for part in peak.parts] == counted
+        assert [part["gradients"] > 0 for part in peak.parts] == [False, True, True]
+        assert peak.total_bytes == max(counted)
+
+
 def test_a_peak_is_measured_up_to_an_out_of_memory_error():
     with vgpu.enable(1, memory_bytes=64 * MIB):
         model = mlp(1024).to("vgpu:0")
