@@ -5,7 +5,7 @@ Composite operators are decomposed by C++ or by the user's Python code. Each par
 composite only on CUDA are in parts.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -307,6 +307,13 @@ _FREE = _ALLOCATES | {
     *("record_stream", "resize_", "resize_as_", "set_"),
 }
 
+# Operators that write values without reading any.
+_FILLING = {
+    *("fill_", "zero_", "_foreach_zero_", "full_like", "ones_like", "zeros_like"),
+    *("new_full", "new_ones", "new_zeros", "rand_like", "randint_like", "randn_like"),
+    *("cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
+}
+
 # Operators whose results are views of their first argument, although their schemas don't say so.
 _SILENT_VIEWS = {"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
 
@@ -347,6 +354,9 @@ class OperatorInfo:
         writes_out = any(argument.is_out for argument in schema.arguments)
         resizes = self.name in _RESIZING or torch.Tag.inplace_view in func.tags
         self.reshapes = writes_out or resizes
+        self.overwrites = writes_out or self.name == "_foreach_copy_"
+        self.fills = self.name in _FILLING
+        self.divides_gradients = any(one.name == "grad_scale" for one in schema.arguments)
         self.makes_on_device = any(argument.name == "device" for argument in schema.arguments)
         self.indexes = schema.name in INDEXING
         self.copies = self.name in ("_to_copy", "copy_")  # the only ones that can cross devices
@@ -423,10 +433,25 @@ class OperatorInfo:
         fills = self.name != "index" and len(indices) == 1 and args[2].numel() == 1
         return masked and not (fills and args[3:4] != (True,))
 
+    def read(self, tensors: Sequence[Any], written: Sequence[torch.Tensor]) -> Sequence[Any]:
+        """Return those of a call's tensors whose values it reads."""
+        if self.fills:
+            return []
+        if not self.overwrites:
+            return tensors
+        found = list(tensors)
+        for one in written:  # once each: a tensor can be both an input and ``out``
+            last = max((at for at, other in enumerate(found) if other is one), default=None)
+            if last is not None:
+                del found[last]
+        return found
+
     def written(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         """Return the tensors that this call modifies in place."""
         found: list[torch.Tensor] = []
         for position, name in self.written_places:
+            if name == "grads" and self.divides_gradients and kwargs.get("grad_scale") is None:
+                continue  # a fused optimizer changes gradients only to undo a scaler's factor
             value = args[position] if position < len(args) else kwargs.get(name)
             found.extend(tensors_in(value))
         return found

@@ -38,7 +38,7 @@ from vgpu.hardware import (
     get_spec,
     product_seconds,
 )
-from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments, tensors_in
+from vgpu.tensor.operators import Args, Kwargs, Operator, info_of, named_arguments, tensors_in
 
 # The speed of fused attention, from published measurements of its kernels
 #
@@ -462,8 +462,13 @@ def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Workload
     if fused is not None and fused.causal:
         flop //= 2  # the masked half is skipped, but the counter counts it
     # Each argument is read once and each result written once; an argument changed in place is read
-    # and written.
-    touched = [*tensors_in((args, tuple(kwargs.values()))), *tensors_in(result)]
+    # and written, and one that's overwritten only written.
+    info = info_of(func)
+    tensors, written = [*tensors_in((args, tuple(kwargs.values())))], info.written(args, kwargs)
+    returns = func._schema.returns
+    results = zip(returns, result if len(returns) > 1 else [result], strict=False)
+    new = tensors_in([value for one, value in results if one.alias_info is None])
+    touched = [*info.read(tensors, written), *written, *new]
     size_bytes = sum(touched_bytes(tensor) for tensor in touched)
     if not flop:
         return Workload(flop, size_bytes)

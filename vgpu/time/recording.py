@@ -207,7 +207,7 @@ class Recording:
         stream, host = operation.stream, operation.host
         work = self._work_of(operation, outputs, result)
         fuses = info.fuses and not any(one._inner.is_complex() for one in inputs)
-        done = self._launch(info.name, fuses, stream, host, inputs, work)
+        done = self._launch(info.name, fuses, stream, host, info.read(inputs, written), work)
         self._accesses.note(done, inputs, written)
         if result is not None and result.alone is not None and not written:
             outputs._block.made = done  # what note_allocations does, for most shapes

@@ -108,6 +108,38 @@ def test_in_place_operations_read_and_write_and_expanded_tensors_are_read_once()
     assert work_of(ATEN.sum.default, (row,), {}, torch.ones(())).size_bytes == 40 + 4
 
 
+@pytest.mark.parametrize(
+    ("operator", "args", "out", "times"),
+    [
+        (ATEN.zero_.default, ("x",), None, 1),
+        (ATEN.normal_.default, ("x",), None, 1),
+        (ATEN.zeros_like.default, ("x",), None, 1),
+        (ATEN._foreach_copy_.default, (["x"], ["y"]), None, 2),
+        (ATEN._foreach_add_.List, (["x"], ["y"]), None, 3),
+        (ATEN.add.out, ("x", "y"), "z", 3),
+        (ATEN.add.out, ("x", "y"), "x", 3),
+        (ATEN._chunk_cat.out, (["x", "y"], 0, 1), "wide", 4),
+    ],
+    ids=str,
+)
+def test_tensors_that_are_overwritten_are_not_read(operator, args, out, times):
+    tensors = {name: torch.ones(100) for name in "xyz"} | {"wide": torch.ones(1, 200)}
+    args = [[tensors[x] for x in a] if isinstance(a, list) else tensors.get(a, a) for a in args]
+    kwargs = {} if out is None else {"out": tensors[out]}
+    work = work_of(operator, tuple(args), kwargs, operator(*args, **kwargs))
+    assert work.size_bytes == times * 400
+
+
+@pytest.mark.parametrize(("scale", "times"), [(None, 7), (torch.ones(()), 8)])
+def test_a_fused_optimizer_writes_parameters_and_state_and_scaled_gradients(scale, times):
+    lists = [[torch.ones(100)] for _ in range(4)]
+    step = [torch.ones(())]
+    factors = dict(lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-8)
+    kwargs = dict(factors, amsgrad=False, maximize=False, grad_scale=scale)
+    work = work_of(ATEN._fused_adamw_.default, (*lists, [], step), kwargs, None)
+    assert work.size_bytes == times * 400 + (4 if scale is None else 8)
+
+
 def test_half_precision_uses_tensor_cores():
     a = torch.ones(8, 8, dtype=torch.float16)
     assert work_of(ATEN.mm.default, (a, a), {}, a).arithmetic == "float16"
