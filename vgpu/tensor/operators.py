@@ -307,6 +307,9 @@ _FREE = _ALLOCATES | {
     *("record_stream", "resize_", "resize_as_", "set_"),
 }
 
+# In-place operators that don't read what they write to, in addition to ``out=`` variants.
+_OVERWRITING = {"_foreach_copy_", "index_copy_", "scatter_"}
+
 # Operators that write values without reading any.
 _FILLING = {
     *("fill_", "zero_", "_foreach_zero_", "full_like", "ones_like", "zeros_like"),
@@ -354,7 +357,7 @@ class OperatorInfo:
         writes_out = any(argument.is_out for argument in schema.arguments)
         resizes = self.name in _RESIZING or torch.Tag.inplace_view in func.tags
         self.reshapes = writes_out or resizes
-        self.overwrites = writes_out or self.name == "_foreach_copy_"
+        self.overwrites = writes_out or self.name in _OVERWRITING
         self.fills = self.name in _FILLING
         self.divides_gradients = any(one.name == "grad_scale" for one in schema.arguments)
         self.makes_on_device = any(argument.name == "device" for argument in schema.arguments)

@@ -38,7 +38,15 @@ from vgpu.hardware import (
     get_spec,
     product_seconds,
 )
-from vgpu.tensor.operators import Args, Kwargs, Operator, info_of, named_arguments, tensors_in
+from vgpu.tensor.operators import (
+    Args,
+    Kwargs,
+    Operator,
+    argument,
+    info_of,
+    named_arguments,
+    tensors_in,
+)
 
 # The speed of fused attention, from published measurements of its kernels
 #
@@ -470,10 +478,37 @@ def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Workload
     new = tensors_in([value for one, value in results if one.alias_info is None])
     touched = [*info.read(tensors, written), *written, *new]
     size_bytes = sum(touched_bytes(tensor) for tensor in touched)
+    if info.name in _PARTLY_TOUCHED:
+        place = _PARTLY_TOUCHED[info.name]
+        first = argument((0, func._schema.arguments[0].name), args, kwargs)
+        like = result if place is None else argument(place, args, kwargs)
+        count = like.numel() if isinstance(like, torch.Tensor) else _chosen(first, like)
+        untouched_bytes = max(0, touched_bytes(first) - count * first.element_size())
+        size_bytes -= untouched_bytes * sum(one is first for one in touched)
     if not flop:
         return Workload(flop, size_bytes)
     arithmetic = _arithmetic_of(func, touched)
     return Workload(flop, size_bytes, arithmetic, _product_of(func, flop, result), fused)
+
+
+# Operators that read or write only some elements of their first tensor: as many as the result or
+# another argument has, or as a list of indices chooses.
+_PARTLY_TOUCHED: dict[str, tuple[int, str] | None] = {
+    **dict.fromkeys(("embedding", "gather", "index", "_unsafe_index", "index_select", "take")),
+    **{"index_add_": (3, "source"), "index_copy_": (3, "source")},
+    **{"scatter_": (2, "index"), "scatter_add_": (2, "index")},
+    **{"index_put_": (1, "indices"), "_index_put_impl_": (1, "indices")},
+}
+
+
+def _chosen(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> int:
+    """Return how many elements the indices choose; all of them if there's a mask."""
+    given = [index for index in indices if index is not None]
+    if any(index.dtype in (torch.bool, torch.uint8) for index in given):
+        return tensor.numel()
+    whole = [size for size, index in zip(tensor.shape, indices, strict=False) if index is None]
+    shape = torch.broadcast_shapes(*(index.shape for index in given))
+    return math.prod([*shape, *whole, *tensor.shape[len(indices) :]])
 
 
 # torch's FLOP counter doesn't know these operators.

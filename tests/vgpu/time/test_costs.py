@@ -130,6 +130,34 @@ def test_tensors_that_are_overwritten_are_not_read(operator, args, out, times):
     assert work.size_bytes == times * 400
 
 
+SOME, ROWS, TABLE = torch.arange(4), torch.ones(4, 10), torch.ones(1000, 10)
+
+
+@pytest.mark.parametrize(
+    ("operator", "args", "size_bytes"),
+    [
+        (ATEN.embedding.default, (TABLE, SOME), 4 * 8 + 2 * 160),
+        (ATEN.index.Tensor, (TABLE, [SOME]), 4 * 8 + 2 * 160),
+        (ATEN.index_select.default, (TABLE, 0, SOME), 4 * 8 + 2 * 160),
+        (ATEN.gather.default, (TABLE, 0, SOME[:, None]), 4 * 8 + 2 * 16),
+        (ATEN.index_select.default, (ROWS, 0, torch.zeros(100, dtype=torch.int64)), 800 + 4160),
+        (ATEN.index_add_.default, (TABLE, 0, SOME, ROWS), 4 * 8 + 3 * 160),
+        (ATEN.index_copy_.default, (TABLE, 0, SOME, ROWS), 4 * 8 + 2 * 160),
+        (ATEN.scatter_add_.default, (TABLE, 0, SOME[:, None], ROWS), 4 * 8 + 2 * 16 + 160),
+        (ATEN.index_put_.default, (TABLE, [SOME], ROWS[:1]), 4 * 8 + 2 * 160 + 40),
+        (ATEN.index_put_.default, (TABLE, [None, SOME], ROWS[0, 0]), 4 * 8 + 2 * 16_000 + 4),
+        (ATEN.index_put_.default, (TABLE, [TABLE > 0], ROWS[0, 0]), 10_000 + 2 * 40_000 + 4),
+        (ATEN.scatter_.value, (TABLE, 0, SOME[:, None], 2.0), 4 * 8 + 16),
+    ],
+    ids=str,
+)
+def test_only_the_chosen_rows_of_a_table_are_read_or_written(operator, args, size_bytes):
+    result, names = operator(*args), [each.name for each in operator._schema.arguments]
+    assert work_of(operator, args, {}, result).size_bytes == size_bytes
+    by_name = dict(zip(names, args, strict=False))
+    assert work_of(operator, (), by_name, result).size_bytes == size_bytes
+
+
 @pytest.mark.parametrize(("scale", "times"), [(None, 7), (torch.ones(()), 8)])
 def test_a_fused_optimizer_writes_parameters_and_state_and_scaled_gradients(scale, times):
     lists = [[torch.ones(100)] for _ in range(4)]
