@@ -164,7 +164,7 @@ def rank_state(thread: int, stage: str) -> RankState:
         state.collectives = _flight_records()
         # A copy, since the main thread may be making or destroying groups.
         for group, ranks in c10d._world.pg_group_ranks.copy().items():
-            if isinstance(group, dist.ProcessGroup):  # the others don't have this rank
+            if isinstance(group, dist.ProcessGroup):  # not a placeholder for other ranks' groups
                 state.members[group.group_name] = list(ranks)
                 state.timeouts_s[group.group_name] = _timeout_s(group)
         state.groups_made = c10d._world.group_count

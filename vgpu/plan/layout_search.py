@@ -241,9 +241,9 @@ def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, A
     for layers, rank in ranks.items():
         few = with_layers(plan, layers)
         steps.append(rank.recorded(few, **costs))
-        # When backward starts, the missing layers add at least this.
+        # While blocks keep the most, the missing layers add at least this.
         added_bytes = plan.least_bytes(compiled) - few.least_bytes(compiled)
-        if sum(steps[-1].peaks[1].values()) + added_bytes > plan.spec.memory_bytes:
+        if sum(steps[-1].peaks[2].values()) + added_bytes > plan.spec.memory_bytes:
             one.reason = _ALLOCATED
             return
     if len(steps) == 1:  # a small model was recorded with all of its layers

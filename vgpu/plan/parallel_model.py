@@ -12,7 +12,7 @@ import multiprocessing
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -447,16 +447,22 @@ class ParallelModel:
 
     @contextmanager
     def hooked(self, function: Callable[[], None]) -> Iterator[None]:
-        """Call ``function`` when a forward pass starts, and when backward has run the last block.
+        """Call ``function`` four times in each forward and backward pass.
 
-        Between these moments, memory peaks at the same operation whatever the number of blocks.
+        It's called when the model's and the first block's forward start, after the last block's
+        backward, and before the first block's. In between, memory peaks at the same operation
+        whatever the number of blocks, if there are at least four.
         """
 
         def on_hidden(block: nn.Module, inputs: object, hidden: torch.Tensor) -> None:
             hidden.register_hook(lambda _: function())
 
-        starts = self.module.register_forward_pre_hook(lambda *_: function())
-        with starts, self._blocks[-2:][0].register_forward_hook(on_hidden):
+        blocks = self._blocks
+        with ExitStack() as hooks:
+            for module in (self.module, blocks[0]):
+                hooks.enter_context(module.register_forward_pre_hook(lambda *_: function()))
+            for block in (blocks[0], blocks[-2:][0]):
+                hooks.enter_context(block.register_forward_hook(on_hidden))
             yield
 
     def configure(self, plan: Plan, compiled: bool = False) -> None:

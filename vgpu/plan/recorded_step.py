@@ -29,8 +29,8 @@ class RecordedStep:
     timeline: vgpu.Timeline
     peaks: tuple[dict[str, int], ...]
     """Bytes by cause at the peak of each part of the step, as counted by ``vgpu.profiling.peaks``.
-    Parts start with each forward pass, and once its backward pass has run the last block. Blocks
-    keep the most before that moment, and gradients take the most after it.
+    ``ParallelModel.hooked`` says where parts end. The third goes from the first block's forward to
+    the last one's backward, so it includes the moment when blocks keep the most.
     """
 
     @property

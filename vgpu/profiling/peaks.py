@@ -36,8 +36,8 @@ CAUSES = (PARAMETERS, STATE, GRADIENTS, GATHERED, ACTIVATIONS, TEMPORARY, OTHER)
 class PeakByCause:
     """A context manager around a step; afterward, ``by_cause`` has the bytes at its (first) peak.
 
-    Their sum is the step's ``max_memory_allocated()``. If ``divide`` was called during the step,
-    ``parts`` has the same for each part of it. The causes are:
+    Their sum is the step's ``max_memory_allocated()``. ``parts`` has the same for each part of the
+    step, or for all of it if nothing called ``divide``. The causes are:
 
     - parameters, including buffers, and optimizer state: both persist between steps,
     - gradients: those of parameters, and FSDP2's buffers for reducing them,
@@ -105,7 +105,9 @@ class PeakByCause:
         del self._model, self._optimizer, self._record, self._recording, self._hooks, self._hooked
 
     def divide(self) -> None:
-        """End a part of the step, and start the next."""
+        """End a part of the step, and start the next; raise RuntimeError outside the step."""
+        if not hasattr(self, "_record"):
+            raise RuntimeError("divide() works only while the step runs, inside the with block")
         self._divisions.append(len(self._record.events_on(self._device)))
 
     def _state(self) -> list[Any]:

@@ -308,13 +308,16 @@ _FREE = _ALLOCATES | {
 }
 
 # In-place operators that don't read what they write to, in addition to ``out=`` variants.
-_OVERWRITING = {"_foreach_copy_", "index_copy_", "scatter_"}
+_OVERWRITING = {
+    *("_foreach_copy_", "_foreach_zero_", "fill_", "index_copy_", "index_fill_", "scatter_"),
+    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_"),
+    *("uniform_", "zero_"),
+}
 
-# Operators that write values without reading any.
+# Operators that read only the size and type of their first argument.
 _FILLING = {
-    *("fill_", "zero_", "_foreach_zero_", "full_like", "ones_like", "zeros_like"),
-    *("new_full", "new_ones", "new_zeros", "rand_like", "randint_like", "randn_like"),
-    *("cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
+    *("full_like", "ones_like", "zeros_like", "rand_like", "randint_like", "randn_like"),
+    *("new_full", "new_ones", "new_zeros"),
 }
 
 # Operators whose results are views of their first argument, although their schemas don't say so.
@@ -357,7 +360,8 @@ class OperatorInfo:
         writes_out = any(argument.is_out for argument in schema.arguments)
         resizes = self.name in _RESIZING or torch.Tag.inplace_view in func.tags
         self.reshapes = writes_out or resizes
-        self.overwrites = writes_out or self.name in _OVERWRITING
+        reduces = any(argument.name == "reduce" for argument in schema.arguments)
+        self.overwrites = writes_out or (self.name in _OVERWRITING and not reduces)
         self.fills = self.name in _FILLING
         self.divides_gradients = any(one.name == "grad_scale" for one in schema.arguments)
         self.makes_on_device = any(argument.name == "device" for argument in schema.arguments)
@@ -439,11 +443,11 @@ class OperatorInfo:
     def read(self, tensors: Sequence[Any], written: Sequence[torch.Tensor]) -> Sequence[Any]:
         """Return those of a call's tensors whose values it reads."""
         if self.fills:
-            return []
+            return tensors[1:]
         if not self.overwrites:
             return tensors
         found = list(tensors)
-        for one in written:  # once each: a tensor can be both an input and ``out``
+        for one in written:  # removed once, since a tensor passed as ``out`` may also be an input
             last = max((at for at, other in enumerate(found) if other is one), default=None)
             if last is not None:
                 del found[last]

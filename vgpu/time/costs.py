@@ -482,6 +482,9 @@ def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Workload
         place = _PARTLY_TOUCHED[info.name]
         first = argument((0, func._schema.arguments[0].name), args, kwargs)
         like = result if place is None else argument(place, args, kwargs)
+        if info.name == "index_fill_":
+            dim = argument((1, "dim"), args, kwargs) % max(first.dim(), 1)
+            like = [*[None] * dim, like]
         count = like.numel() if isinstance(like, torch.Tensor) else _chosen(first, like)
         untouched_bytes = max(0, touched_bytes(first) - count * first.element_size())
         size_bytes -= untouched_bytes * sum(one is first for one in touched)
@@ -498,6 +501,7 @@ _PARTLY_TOUCHED: dict[str, tuple[int, str] | None] = {
     **{"index_add_": (3, "source"), "index_copy_": (3, "source")},
     **{"scatter_": (2, "index"), "scatter_add_": (2, "index")},
     **{"index_put_": (1, "indices"), "_index_put_impl_": (1, "indices")},
+    **{"index_fill_": (2, "index")},
 }
 
 

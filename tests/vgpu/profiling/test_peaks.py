@@ -201,6 +201,8 @@ def test_each_part_of_a_step_has_its_own_peak():
         assert [sum(part.values()) for part in peak.parts] == counted
         assert [part["gradients"] > 0 for part in peak.parts] == [False, True, True]
         assert peak.total_bytes == max(counted)
+        with pytest.raises(RuntimeError, match="inside the with block"):
+            peak.divide()
 
 
 def test_a_peak_is_measured_up_to_an_out_of_memory_error():

@@ -113,6 +113,8 @@ def test_in_place_operations_read_and_write_and_expanded_tensors_are_read_once()
     [
         (ATEN.zero_.default, ("x",), None, 1),
         (ATEN.normal_.default, ("x",), None, 1),
+        (ATEN.bernoulli_.float, ("x", 0.5), None, 1),
+        (ATEN._foreach_zero_.default, (["x"],), None, 1),
         (ATEN.zeros_like.default, ("x",), None, 1),
         (ATEN._foreach_copy_.default, (["x"], ["y"]), None, 2),
         (ATEN._foreach_add_.List, (["x"], ["y"]), None, 3),
@@ -148,14 +150,23 @@ SOME, ROWS, TABLE = torch.arange(4), torch.ones(4, 10), torch.ones(1000, 10)
         (ATEN.index_put_.default, (TABLE, [None, SOME], ROWS[0, 0]), 4 * 8 + 2 * 16_000 + 4),
         (ATEN.index_put_.default, (TABLE, [TABLE > 0], ROWS[0, 0]), 10_000 + 2 * 40_000 + 4),
         (ATEN.scatter_.value, (TABLE, 0, SOME[:, None], 2.0), 4 * 8 + 16),
+        (ATEN.index_fill_.int_Scalar, (TABLE, -2, SOME, 2.0), 4 * 8 + 160),
+        (ATEN.index_fill_.int_Scalar, (TABLE, 1, SOME, 2.0), 4 * 8 + 16_000),
+        (ATEN.fill_.Tensor, (ROWS, torch.ones(())), 160 + 4),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else "",
 )
 def test_only_the_chosen_rows_of_a_table_are_read_or_written(operator, args, size_bytes):
     result, names = operator(*args), [each.name for each in operator._schema.arguments]
     assert work_of(operator, args, {}, result).size_bytes == size_bytes
     by_name = dict(zip(names, args, strict=False))
     assert work_of(operator, (), by_name, result).size_bytes == size_bytes
+
+
+def test_values_that_are_combined_with_new_ones_are_read():
+    args, kwargs = (TABLE, 0, SOME[:, None], 2.0), {"reduce": "add"}
+    work = work_of(ATEN.scatter_.value_reduce, args, kwargs, TABLE)
+    assert work.size_bytes == 4 * 8 + 2 * 16
 
 
 @pytest.mark.parametrize(("scale", "times"), [(None, 7), (torch.ones(()), 8)])
