@@ -57,7 +57,7 @@ class Plan:
     recompute_every: int = 1
     """One of every ``recompute_every`` blocks follows ``recompute``; the others keep everything."""
     float8: bool = False
-    """Whether the blocks' linear layers use float8 matmuls (``vgpu.plan.parallel_model``)."""
+    """Whether the blocks' linear layers use float8 matmuls (``vgpu.plan.float8``)."""
     wrap_ends: bool = False
     """Whether FSDP2 wraps the embedding and output separately, so less is reduced at the end."""
 

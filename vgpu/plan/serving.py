@@ -24,7 +24,8 @@ from vgpu import NETWORKS, PRESETS, CostModel
 from vgpu.hardware import Product
 from vgpu.plan.transformer import TransformerSizes
 from vgpu.tables import Table
-from vgpu.time.costs import BFLOAT16, FLOAT8, Workload, check_count, check_seconds
+from vgpu.time.costs import check_count, check_seconds
+from vgpu.time.workloads import BFLOAT16, FLOAT8, Workload
 from vgpu.units import format_bytes, format_seconds
 
 BITS = (8, 16)

@@ -53,7 +53,7 @@ and of the eliminated copies.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from vgpu.time.costs import FLOAT32, CostModel, Workload
+from vgpu.time.costs import CostModel
 from vgpu.time.steps import (
     Copy,
     Deferred,
@@ -74,6 +74,7 @@ from vgpu.time.steps import (
     Release,
     WaitEvent,
 )
+from vgpu.time.workloads import FLOAT32, Workload
 
 
 class _Pass:

@@ -2,10 +2,9 @@
 
 Operations follow the roofline model (Williams, Waterman and Patterson, 2009): the time is FLOPs
 over FLOP/s or bytes over bytes/s, whichever is longer, plus a fixed startup time. A matmul takes
-longer if its tiles don't fill the GPU, and must also write its result (hardware.py). torch's own
-``torch.utils.flop_counter`` counts the FLOPs; the bytes are the sizes of the tensors. No program
-reaches a datasheet's peaks, so arithmetic, memory and links each reach only a share of them: see
-``CostModel``.
+longer if its tiles don't fill the GPU, and must also write its result (hardware.py). workloads.py
+counts the FLOPs and bytes. No program reaches a datasheet's peaks, so arithmetic, memory and links
+each reach only a share of them: see ``CostModel``.
 
 Not modeled: caches, the algorithm that a library picks, convolutions and elementwise operations
 that are too small to fill a GPU, operations that read their input twice (batch norm), float64
@@ -23,30 +22,18 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
-import torch
-from torch.utils.flop_counter import flop_registry
-
 from vgpu.collectives import table as collectives
 from vgpu.collectives.table import Route
 from vgpu.hardware import (
     GPUSpec,
     Link,
     Network,
-    Product,
     get_link,
     get_network,
     get_spec,
     product_seconds,
 )
-from vgpu.tensor.operators import (
-    Args,
-    Kwargs,
-    Operator,
-    argument,
-    info_of,
-    named_arguments,
-    tensors_in,
-)
+from vgpu.time.workloads import BFLOAT16, FLOAT8, FLOAT16, Attention, Workload
 
 # The speed of fused attention, from published measurements of its kernels
 #
@@ -61,15 +48,6 @@ from vgpu.tensor.operators import (
 #
 # Not modeled: too few heads and sequences to fill the GPU (the figures are for 16k tokens in
 # total), dropout, and heads wider than 128, which are assumed to be as fast as heads of width 128.
-
-
-class Attention(NamedTuple):
-    """The properties of a call to fused attention that determine its speed."""
-
-    head_width: int
-    length: int  # the number of keys per sequence
-    causal: bool
-    backward: bool
 
 
 class _Speed(NamedTuple):
@@ -144,16 +122,6 @@ def attention_flop_per_s(kernel: str, spec: GPUSpec, attention: Attention) -> fl
 # The cost model
 
 
-# What an operation computes with: the float32 units, or tensor cores in a 16-bit or 8-bit format.
-# Float32 matmuls and convolutions use tensor cores if torch allows TF32, which may change at any
-# time.
-FLOAT32, FLOAT16, BFLOAT16, FLOAT8 = "float32", "float16", "bfloat16", "float8"
-PRODUCT, CONVOLUTION = "product", "convolution"
-TF32 = "tf32"  # always uses TF32, if the GPU has it
-_TF32_SWITCH = {PRODUCT: "matmul", CONVOLUTION: "conv"}  # in torch.backends.cuda and .cudnn
-_float32_precision = torch._C._get_fp32_precision_getter
-
-
 def check_seconds(name: str, value: object) -> None:
     """Raise ValueError unless the value is a finite, non-negative number.
 
@@ -172,45 +140,6 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
 def _check(name: str, value: Any, wanted: str, holds: Callable[[Any], bool]) -> None:
     if isinstance(value, bool) or not isinstance(value, Real) or not holds(value):
         raise ValueError(f"{name} must be {wanted}, got {value!r}")
-
-
-class Workload(NamedTuple):
-    """What one call of an operation computes and moves, regardless of the GPU."""
-
-    flop: int
-    size_bytes: int  # the bytes read and written
-    arithmetic: str = FLOAT32
-    product: Product | None = None  # the sizes of a matmul
-    attention: Attention | None = None  # for fused attention
-
-    @property
-    def allows_tf32(self) -> bool:
-        """Whether torch's current settings allow TF32 for this operation, on a GPU that has TF32.
-
-        By default, they do for convolutions (``torch.backends.cudnn.allow_tf32``), but not for
-        matmuls (``torch.backends.cuda.matmul.allow_tf32``, ``set_float32_matmul_precision``).
-        """
-        if self.arithmetic == TF32:
-            return True
-        switch = _TF32_SWITCH.get(self.arithmetic)
-        return switch is not None and _float32_precision("cuda", switch) == "tf32"
-
-    def with_current_tf32(self) -> "Workload":
-        """Return this workload with torch's current TF32 setting, which may change later."""
-        if self.arithmetic not in _TF32_SWITCH:
-            return self
-        return self._replace(arithmetic=TF32 if self.allows_tf32 else FLOAT32)
-
-    def of_rows(self, parts: int, right_bytes: int) -> "Workload":
-        """Return the workload for one of ``parts`` equal parts of a matmul's rows.
-
-        ``right_bytes`` is the size of the right operand, which each part reads.
-        """
-        size_bytes = (self.size_bytes - right_bytes) // parts + right_bytes
-        product = self.product and self.product._replace(
-            rows=self.product.rows // parts, written_bytes=self.product.written_bytes // parts
-        )
-        return Workload(self.flop // parts, size_bytes, self.arithmetic, product)
 
 
 _SHARES = ("arithmetic_share", "memory_share", "link_share", "network_share", "locked_share")
@@ -457,121 +386,3 @@ def fit_share(time_of: Callable[[float], float], measured_s: float) -> float:
             stacklevel=2,
         )
     return math.sqrt(low * high)
-
-
-def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Workload:
-    """Return the FLOPs and bytes of one finished call; its tensors may be shapes without values."""
-    packet = _COUNTED_AS.get(func._schema.name, func._overloadpacket)
-    count = flop_registry.get(packet)
-    flop = int(count(*args, **kwargs, out_val=result)) if count else 0
-    fused = (
-        _attention_of(func, args, kwargs) if flop and "_attention" in func._schema.name else None
-    )
-    if fused is not None and fused.causal:
-        flop //= 2  # the masked half is skipped, but the counter counts it
-    # Each argument is read once and each result written once; an argument changed in place is read
-    # and written, and one that's overwritten only written.
-    info = info_of(func)
-    tensors, written = [*tensors_in((args, tuple(kwargs.values())))], info.written(args, kwargs)
-    returns = func._schema.returns
-    results = zip(returns, result if len(returns) > 1 else [result], strict=False)
-    new = tensors_in([value for one, value in results if one.alias_info is None])
-    touched = [*info.read(tensors, written), *written, *new]
-    size_bytes = sum(touched_bytes(tensor) for tensor in touched)
-    if info.name in _PARTLY_TOUCHED:
-        place = _PARTLY_TOUCHED[info.name]
-        first = argument((0, func._schema.arguments[0].name), args, kwargs)
-        like = result if place is None else argument(place, args, kwargs)
-        if info.name == "index_fill_":
-            dim = argument((1, "dim"), args, kwargs) % max(first.dim(), 1)
-            like = [*[None] * dim, like]
-        count = like.numel() if isinstance(like, torch.Tensor) else _chosen(first, like)
-        untouched_bytes = max(0, touched_bytes(first) - count * first.element_size())
-        size_bytes -= untouched_bytes * sum(one is first for one in touched)
-    if not flop:
-        return Workload(flop, size_bytes)
-    arithmetic = _arithmetic_of(func, touched)
-    return Workload(flop, size_bytes, arithmetic, _product_of(func, flop, result), fused)
-
-
-# Operators that read or write only some elements of their first tensor: as many as the result or
-# another argument has, or as a list of indices chooses.
-_PARTLY_TOUCHED: dict[str, tuple[int, str] | None] = {
-    **dict.fromkeys(("embedding", "gather", "index", "_unsafe_index", "index_select", "take")),
-    **{"index_add_": (3, "source"), "index_copy_": (3, "source")},
-    **{"scatter_": (2, "index"), "scatter_add_": (2, "index")},
-    **{"index_put_": (1, "indices"), "_index_put_impl_": (1, "indices")},
-    **{"index_fill_": (2, "index")},
-}
-
-
-def _chosen(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> int:
-    """Return how many elements the indices choose; all of them if there's a mask."""
-    given = [index for index in indices if index is not None]
-    if any(index.dtype in (torch.bool, torch.uint8) for index in given):
-        return tensor.numel()
-    whole = [size for size, index in zip(tensor.shape, indices, strict=False) if index is None]
-    shape = torch.broadcast_shapes(*(index.shape for index in given))
-    return math.prod([*shape, *whole, *tensor.shape[len(indices) :]])
-
-
-# torch's FLOP counter doesn't know these operators.
-_COUNTED_AS = {
-    "aten::addmm_": torch.ops.aten.addmm,
-    "aten::baddbmm_": torch.ops.aten.baddbmm,
-    "aten::_scaled_mm_v2": torch.ops.aten.mm,  # called by torch.nn.functional.scaled_mm
-}
-_PRODUCTS = {
-    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
-    *("aten::_scaled_mm", "aten::_scaled_mm_v2"),
-}
-
-
-def _attention_of(func: Operator, args: Args, kwargs: Kwargs) -> Attention:
-    """Return the properties of a fused attention call; keys are (B, heads, S, head width)."""
-    named = named_arguments(func, args, kwargs)
-    return Attention(
-        named["query"].size(-1),
-        named["key"].size(-2),
-        bool(named.get("is_causal", False)),
-        func._schema.name.endswith("_backward"),
-    )
-
-
-def _product_of(func: Operator, flop: int, result: torch.Tensor) -> Product | None:
-    """Return the sizes of a matmul."""
-    if func._schema.name.removesuffix("_") not in _PRODUCTS:
-        return None
-    *batch, rows, columns = result.shape
-    inner = flop // (2 * result.numel())
-    return Product(math.prod(batch), rows, inner, columns, touched_bytes(result))
-
-
-def _arithmetic_of(func: Operator, touched: list[torch.Tensor]) -> str:
-    """Return the arithmetic of an operator that the FLOP counter knows, such as a matmul."""
-    types = {tensor.dtype for tensor in touched}
-    if types & {torch.float8_e4m3fn, torch.float8_e5m2}:
-        return FLOAT8
-    if torch.float16 in types:
-        return FLOAT16
-    if torch.bfloat16 in types:
-        return BFLOAT16
-    if types != {torch.float32}:
-        return FLOAT32
-    return CONVOLUTION if "convolution" in func._schema.name else PRODUCT
-
-
-def touched_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes read if the tensor is read once; an expanded dimension counts once."""
-    # Querying the virtual tensor would take longer, and might itself be recorded.
-    values = getattr(tensor, "_inner", tensor)
-    if values.layout is not torch.strided:
-        return values._nnz() * values.element_size() if values.layout is torch.sparse_coo else 0
-    strides = values.stride()
-    if 0 not in strides:
-        return values.nbytes
-    elements = 1
-    for size, stride in zip(values.size(), strides, strict=True):
-        if stride or size == 0:
-            elements *= size
-    return elements * values.element_size()

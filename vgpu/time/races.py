@@ -26,10 +26,10 @@ from vgpu.memory.gpus import in_backward
 from vgpu.tensor import tensor
 from vgpu.tensor.operators import Args, Kwargs
 from vgpu.tensor.tensor import VirtualTensor
-from vgpu.time.costs import touched_bytes
 from vgpu.time.host_threads import HostThread, current_module
 from vgpu.time.program import Enqueued, GrowingProgram, RecordedStream
 from vgpu.time.timeline import FreedInUse, Race, Timeline
+from vgpu.time.workloads import touched_bytes
 
 
 class Uses:

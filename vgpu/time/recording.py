@@ -27,7 +27,7 @@ from vgpu.tensor import copies
 from vgpu.tensor.methods import virtual_among
 from vgpu.tensor.results import Result, signature_of
 from vgpu.tensor.tensor import Operation, VirtualTensor, block_of, set_observer
-from vgpu.time.costs import CostModel, Workload, touched_bytes, work_of
+from vgpu.time.costs import CostModel
 from vgpu.time.host_threads import (
     CallSites,
     HostThread,
@@ -52,6 +52,7 @@ from vgpu.time.steps import (
     Read,
 )
 from vgpu.time.timeline import HOST, KINETO_DTYPES, Timeline
+from vgpu.time.workloads import Workload, touched_bytes, work_of
 
 assumed: dict[str, Any] = {}
 """Fields of CostModel that a virtual cluster sets for every recording."""

@@ -26,7 +26,7 @@ import torch
 
 from vgpu.memory import gpus
 from vgpu.time.compiler_passes import in_pieces
-from vgpu.time.costs import CostModel, Workload
+from vgpu.time.costs import CostModel
 from vgpu.time.resources import (
     PendingCollective,
     Processors,
@@ -56,6 +56,7 @@ from vgpu.time.steps import (
     WaitEvent,
 )
 from vgpu.time.timeline import HOST, HostRange, Timeline, TraceEvent, in_order
+from vgpu.time.workloads import Workload
 
 
 class Deadlock(RuntimeError):

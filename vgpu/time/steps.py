@@ -10,7 +10,8 @@ simulated on others (simulate.py). For compiled code, compiler_passes.py replace
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from vgpu.time.costs import CostModel, Workload
+from vgpu.time.costs import CostModel
+from vgpu.time.workloads import Workload
 
 
 class Issuer(NamedTuple):

@@ -8,7 +8,7 @@ from torch import nn
 
 import vgpu
 from vgpu.plan import Layout, Plan, predict
-from vgpu.plan.parallel_model import Float8Linear, use_float8
+from vgpu.plan.float8 import Float8Linear, use_float8
 from vgpu.plan.transformer import TransformerSizes
 
 SMALL = TransformerSizes(2, 256, 8, 4, 512, 1024, sequence=128)

@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional as F
 
 import vgpu
-from vgpu.time.costs import KERNELS, Attention, attention_flop_per_s
+from vgpu.time.costs import KERNELS, attention_flop_per_s
+from vgpu.time.workloads import Attention
 
 A100, H100, B200 = (vgpu.PRESETS[name] for name in ("A100", "H100", "B200"))
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)

@@ -11,7 +11,8 @@ from torch.nn import functional
 
 import vgpu
 from vgpu.collectives.table import COLLECTIVES
-from vgpu.time.costs import Workload, expected_largest, work_of
+from vgpu.time.costs import expected_largest
+from vgpu.time.workloads import Workload, work_of
 
 ATEN = torch.ops.aten
 

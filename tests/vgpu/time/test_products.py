@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import vgpu
-from vgpu.time.costs import Workload, work_of
+from vgpu.time.workloads import Workload, work_of
 
 V100 = vgpu.PRESETS["V100"]
 TENSOR_CORES, FLOAT32_UNITS, MEMORY = 125e12, 15.7e12, 900e9  # from the V100's datasheet
