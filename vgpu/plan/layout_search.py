@@ -10,6 +10,7 @@ notebook, and in a script without ``if __name__ == "__main__"``.
 """
 
 import dataclasses
+import functools
 import itertools
 import os
 import signal
@@ -18,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -42,6 +43,11 @@ from vgpu.plan.recorded_step import (
 from vgpu.tables import Table
 from vgpu.time.costs import check_count
 from vgpu.units import format_bytes
+
+# Calls a function for each task, and yields the tasks' indices and results as they complete.
+_Computed = Callable[
+    [Callable[..., Any], list[tuple[Any, ...]], dict[str, Any]], Iterator[tuple[int, Any]]
+]
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -155,10 +161,13 @@ def search(
     groups = [list(group) for _, group in itertools.groupby(left, key=lambda one: one.plan.layout)]
     groups.sort(key=len, reverse=True)  # so that no process starts the longest one last
     result = SearchResult(candidates)
-    processes = processes or at_once()
-    with tqdm(desc="trying layouts", total=len(left), leave=False, unit="plan") as bar:
-        _try(groups, costs, processes, bar)
-        _confirm(result, costs, processes, bar)
+    processes = min(processes or at_once(), max(len(groups), 2))
+    with (
+        tqdm(desc="trying layouts", total=len(left), leave=False, unit="plan") as bar,
+        _workers(processes) as computed,
+    ):
+        _try(groups, costs, computed, bar)
+        _confirm(result, costs, computed, bar)
     return result
 
 
@@ -256,13 +265,13 @@ def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, A
         one.reason = _ALLOCATED
 
 
-def _confirm(result: SearchResult, costs: dict[str, Any], processes: int, bar: Any) -> None:
+def _confirm(result: SearchResult, costs: dict[str, Any], computed: _Computed, bar: Any) -> None:
     """Predict plans in full, the two fastest in parallel, until the fastest one fits."""
     while (best := result.best) and best[0].step is None:
         unsure = [one for one in best[:2] if one.step is None]
         bar.total += len(unsure)
         tasks = [(one.plan,) for one in unsure]
-        for number, step in _computed(predict_if_it_fits, tasks, costs, processes):
+        for number, step in computed(predict_if_it_fits, tasks, costs):
             one = unsure[number]
             if step is None:
                 one.reason = _RESERVED
@@ -272,11 +281,11 @@ def _confirm(result: SearchResult, costs: dict[str, Any], processes: int, bar: A
             bar.update()
         for one in unsure:
             if one.reason:
-                _try_left_out(one, result, costs, bar)
+                _try_left_out(one, result, costs, computed, bar)
 
 
 def _try_left_out(
-    refused: Candidate, result: SearchResult, costs: dict[str, Any], bar: Any
+    refused: Candidate, result: SearchResult, costs: dict[str, Any], computed: _Computed, bar: Any
 ) -> None:
     """Try the plans that were skipped because another plan seemed to fit, but didn't."""
     group = [one for one in result.candidates if one.plan.layout == refused.plan.layout]
@@ -285,7 +294,7 @@ def _try_left_out(
             other.reason = ""
     if any(other.seconds is None and not other.reason for other in group):
         bar.total += len(group)
-        _try([group], costs, 1, bar)
+        _try([group], costs, computed, bar)
 
 
 # Multiple processes
@@ -300,38 +309,30 @@ def at_once() -> int:
     return max(1, min(launcher.cores(), free_bytes // WORKER_BYTES))
 
 
-def _try(groups: list[list[Candidate]], costs: dict[str, Any], processes: int, bar: Any) -> None:
+def _try(
+    groups: list[list[Candidate]], costs: dict[str, Any], computed: _Computed, bar: Any
+) -> None:
     """Compute the time and bytes of plans; the plans in a group have the same layout."""
-    for number, tried in _computed(_tried, [(group,) for group in groups], costs, processes):
+    for number, tried in computed(_tried, [(group,) for group in groups], costs):
         for one, result in zip(groups[number], tried, strict=True):
             vars(one).update(vars(result))
         bar.update(len(tried))
 
 
-def _computed(
-    function: Callable[..., Any],
-    tasks: list[tuple[Any, ...]],
-    costs: dict[str, Any],
-    processes: int,
-) -> Iterator[tuple[int, Any]]:
-    """Call the function for each task; yield the tasks' indices and results as they complete."""
-    processes = min(processes, len(tasks))
-    if processes <= 1:
-        for number, task in enumerate(tasks):
-            yield number, function(*task, **costs)
+@contextmanager
+def _workers(processes: int) -> Iterator[_Computed]:
+    """Provide a function that calls others in up to ``processes`` processes, or in this one."""
+    if processes == 1:
+        yield lambda function, tasks, costs: (
+            (number, function(*task, **costs)) for number, task in enumerate(tasks)
+        )
         return
     starts = context()
     # Nothing is written to this pipe: workers exit once it's closed, or its only writer is gone.
     reader, writer = starts.Pipe(duplex=False)
     with reader, writer, ProcessPoolExecutor(processes, starts, _begin, (reader,)) as pool:
         try:
-            with main_module_hidden():
-                number_of = {
-                    pool.submit(function, *task, **costs): number
-                    for number, task in enumerate(tasks)
-                }
-            for future in as_completed(number_of):
-                yield number_of[future], future.result()
+            yield functools.partial(_in_pool, pool)
         except BrokenProcessPool as error:
             raise RuntimeError(
                 "a worker process died while predicting plans, perhaps for lack of memory "
@@ -341,6 +342,20 @@ def _computed(
         except BaseException:
             writer.close()  # so that all workers exit
             raise
+
+
+def _in_pool(
+    pool: ProcessPoolExecutor,
+    function: Callable[..., Any],
+    tasks: list[tuple[Any, ...]],
+    costs: dict[str, Any],
+) -> Iterator[tuple[int, Any]]:
+    with main_module_hidden():
+        number_of = {
+            pool.submit(function, *task, **costs): number for number, task in enumerate(tasks)
+        }
+    for future in as_completed(number_of):
+        yield number_of[future], future.result()
 
 
 def _begin(reader: Connection) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -304,13 +304,30 @@ def adam(module: nn.Module) -> torch.optim.AdamW:
 
 
 def adam_with_state(module: nn.Module) -> torch.optim.AdamW:
-    """Create the module's optimizer and, with a first step, its state."""
+    """Create the module's optimizer, and the state that its first step would create.
+
+    A first step would take longer: on each new mesh, DTensor looks for the best placements of
+    ``zeros_like``, which takes a second if the mesh has three dimensions.
+    """
     optimizer = adam(module)
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
+    for p in module.parameters():
+        step = torch.zeros((), dtype=torch.float32, device=p.device)
+        optimizer.state[p] = {"step": step, "exp_avg": _zeros(p), "exp_avg_sq": _zeros(p)}
     return optimizer
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    if not isinstance(like, DTensor):
+        return torch.zeros_like(like)
+    local = torch.zeros_like(like.to_local())
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 @contextmanager
