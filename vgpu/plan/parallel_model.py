@@ -41,6 +41,7 @@ from vgpu.plan.float8 import LastCast, gather_input, scatter_output, use_float8
 from vgpu.plan.layout import Layout, StageLayers
 from vgpu.plan.plan import Plan
 from vgpu.plan.transformer import Transformer, TransformerBlock, TransformerSizes
+from vgpu.time.recording import end_compiled_code
 
 # A rank's part of the model
 
@@ -226,6 +227,9 @@ class ParallelModel:
         if layout.tp > 1:
             apply_tp(model, mesh["tp"], casts)
         self._blocks = list(model.blocks)
+        for block in self._blocks:
+            block.register_forward_pre_hook(lambda _, inputs: _end_compiled_code(inputs[0]))
+            block.register_forward_hook(lambda _, inputs, hidden: _end_compiled_code(hidden))
         if layout.ep > 1:
             experts_mesh = layout.expert_mesh("vgpu")
             for block in self._blocks:
@@ -288,6 +292,16 @@ class ParallelModel:
             if self._layout.ep > 1 and isinstance(block.feed_forward, Experts):
                 own: Any = block.feed_forward.own
                 own.set_reshard_after_forward(plan.reshard_after_forward)
+
+
+def _end_compiled_code(hidden: torch.Tensor) -> None:
+    """End compiled code where a block's forward or backward pass starts or ends.
+
+    Blocks are compiled one by one, as in torchtitan.
+    """
+    end_compiled_code()
+    if hidden.requires_grad:
+        hidden.register_hook(lambda _: end_compiled_code())
 
 
 def adam(module: nn.Module) -> torch.optim.AdamW:

@@ -246,8 +246,10 @@ class ExtrapolatedStep:
     """A plan's step, extrapolated from a few layers; much faster than predicting all of them.
 
     The layers of a transformer are identical (after leading dense ones, if it has experts), so time
-    and allocated bytes match the full model's to within a few tenths of a percent. Reserved memory
-    isn't included, because it grows in jumps.
+    and allocated bytes match the full model's to within a few tenths of a percent, with one
+    exception: with very little work per GPU, it may wait for the host or a network, but only after
+    more layers than were recorded. Time is then too short. Reserved memory isn't included, because
+    it grows in jumps.
     """
 
     plan: Plan

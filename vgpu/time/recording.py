@@ -106,7 +106,13 @@ def compiled() -> Iterator[None]:
     """In a recording, fuse the elementwise operations of the block, and those of its backward."""
     with compiled_call():
         yield
-    if under_way is not None and not in_compiled_call():
+    if not in_compiled_call():
+        end_compiled_code()
+
+
+def end_compiled_code() -> None:
+    """In a recording, let nothing that follows be fused with what's been called so far."""
+    if under_way is not None:
         under_way.program.break_graph(None)
 
 
