@@ -217,7 +217,7 @@ class ParallelModel:
     """
 
     def __init__(self, model: Transformer, plan: Plan, mesh: DeviceMesh) -> None:
-        """``model`` is on the host, so a GPU needs memory only for its own part.
+        """``model`` is on the meta device, so a GPU needs memory only for its own part.
 
         ``mesh`` is the mesh of the plan's layout.
         """
@@ -248,7 +248,7 @@ class ParallelModel:
         blocks = progress("sharding blocks", "block", items=self._blocks)
         ends = (model.embedding, model.output) if plan.wrap_ends else ()  # a stage may lack them
         apply_fsdp(model, [*filter(None, ends), *blocks], mesh[dp], policy)
-        self.module: Any = model.to("vgpu")
+        self.module: Any = model.to_empty(device="vgpu")
 
     @contextmanager
     def training(self) -> Iterator[None]:

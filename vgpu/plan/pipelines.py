@@ -221,10 +221,9 @@ class _StageRank:
         mesh = plan.layout.mesh("vgpu")
         sizes = dataclasses.replace(plan.sizes, sequence=plan.tokens_per_sequence)
         self._layers = _stages_of(plan, device)
-        models = {
-            stage: ParallelModel(pipeline_stage(sizes, layers), plan, mesh)
-            for stage, layers in self._layers.items()
-        }
+        with torch.device("meta"):
+            parts = {stage: pipeline_stage(sizes, layers) for stage, layers in self._layers.items()}
+        models = {stage: ParallelModel(part, plan, mesh) for stage, part in parts.items()}
         for model in models.values():
             model.configure(plan, compiled)
         self._stages = {stage: model.module for stage, model in models.items()}

@@ -173,7 +173,8 @@ class Rank:
         happened before. ``compiled`` blocks save less for their backward pass.
         """
         self._layout, self._compiled = plan.layout, compiled
-        whole = Transformer(dataclasses.replace(plan.sizes, sequence=plan.tokens_per_sequence))
+        with torch.device("meta"):
+            whole = Transformer(dataclasses.replace(plan.sizes, sequence=plan.tokens_per_sequence))
         self._parallel = ParallelModel(whole, plan, plan.layout.mesh("vgpu"))
         self.model = self._parallel.module
         if takes_a_step:

@@ -112,6 +112,18 @@ def test_a_rank_can_be_recorded_without_an_earlier_step(layout):
     assert first.allocated_bytes > 0
 
 
+def test_a_new_rank_never_allocates_more_than_its_own_part():
+    """Otherwise, the allocator would reserve memory that the rank doesn't need."""
+    plan = Plan(SIZES, Layout(dp_shard=8, tp=2))
+    with on_cluster(plan):
+        rank = Rank(plan, takes_a_step=False)
+        gpu = torch.get_device_module("vgpu")
+        own_bytes = sum(parameter.to_local().nbytes for parameter in rank.model.parameters())
+        allocated_bytes = gpu.memory_allocated()
+        assert gpu.max_memory_allocated() == allocated_bytes
+    assert 3 * own_bytes <= allocated_bytes < 3.05 * own_bytes  # with the optimizer's state
+
+
 def test_ddp_used_earlier_in_the_process_does_not_change_bytes(tmp_path):
     """DDP's group is gone, and the plan's group gets the same name."""
     store = (tmp_path / "store").as_uri()
