@@ -113,9 +113,8 @@ def main() -> str:
         f"times differ by {SPREAD:.1%} from GPU to GPU (the standard deviation on 392 V100s in one "
         "cluster), and all GPUs wait for the slowest. The trivial predictor gives every row the first "
         "row's FLOP/s. Memory is what PyTorch's allocator reserves, from a replay of every allocation; "
-        "the last column is the peak of allocated bytes. The version of PyTorch matters, too: since "
-        "2.15, FSDP2 casts gradients to float32 while it arranges them for their reduce-scatter; with "
-        "2.14.1, which launches one more kernel, the fitted figure is 0.586.",
+        "the last column is the peak of allocated bytes. 70B's memory was published only for float8; "
+        "it's unexplained why its prediction is too low.",
         "",
         "| model | GPUs | layout, batch, recompute | compile | tokens/s/GPU, published | predicted "
         "| error | trivial | GiB reserved, published | predicted | error | GiB allocated, predicted |",

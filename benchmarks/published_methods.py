@@ -93,8 +93,8 @@ _WHY = (
     "PyTorch 2.15. Up to 2.14, a pipeline stage also kept a buffer for each micro-batch and each gradient "
     "that it received, and its outputs until their backward passes; the last stage kept all logits until the end of the "
     "step (torch/distributed/pipelining/stage.py). A rank's part of a micro-batch has 0.125 GiB here, and its logits "
-    "0.98 GiB. By that count, the interleaved run's last rank held 8 to 9 GiB more than the 62.5 predicted for it, so 70 to 72 "
-    "of the published 72.7; 1F1B's first rank held 1 to 2 GiB more than the predicted 82.6. It's unexplained why sequences "
+    "0.98 GiB. By that count, the interleaved run's last rank held 8 to 9 GiB more than predicted, and 1F1B's first rank 1 to 2 GiB "
+    "more. It's unexplained why sequences "
     "of 32,768 and 65,536 tokens took less memory than those of 8,192, with the same number of tokens in a "
     "micro-batch.\n\n"
     "The speeds with context parallelism are unexplained. Without it, sequences of 32,768 tokens are predicted 10% to 18% "
@@ -127,7 +127,7 @@ _WHY_DEEPSEEK = (
     "The efficiency comes from a model without experts, so it can't hide what experts and latent attention cost. We changed "
     "nothing after we first predicted these rows. The time that one more micro-batch adds is predicted to within 5%, except from 8 to 32 "
     "micro-batches of V2 with ep 8 (8% too little): there, the published step grows by 85 ms per micro-batch, but from 4 to 8 micro-batches by "
-    "77. What doesn't depend on the number of micro-batches is predicted 17 to 55 ms too short. Part of that is the clipping of "
+    "77. What doesn't depend on the number of micro-batches is predicted 15 to 48 ms too short. Part of that is the clipping of "
     "gradients; the rest is unexplained. Attention is counted with values as wide as keys (192 instead of 128), which cuDNN doesn't need."
 )
 _GPT_OSS_HEAD = (
@@ -138,7 +138,7 @@ _WHY_GPT_OSS = (
     "With ep 64 on B200s, all-to-alls between hosts take more than half of a predicted step; with ep 8, they stay "
     "within a host. That's why the two layouts differ so much, published and predicted. On B200s with ep 8, version "
     "26.04 is 59% faster than 25.11 with the same micro-batches, so no model of the work could predict both. It's "
-    "unexplained why all rows on H100s, the only ones with a pipeline, are predicted 16% to 26% too slow. One cause may be "
+    "unexplained why all rows on H100s, the only ones with a pipeline, are predicted 17% to 26% too slow. One cause may be "
     "the output layer in the last stage, which the others wait for: in the model, its large matmul reaches the same low "
     "share of the peak as the experts' matmuls. If the output layer's work is halved in all rows, these errors shrink to 6% to 20%."
 )
@@ -149,8 +149,8 @@ _EXPERTS_HEAD = (
 _WHY_EXPERTS = (
     "No single efficiency matches these rows. NVIDIA's own frameworks (Mixtral, Qwen3 30B on H100s, Qwen3 235B, "
     "DeepSeek-V3) are faster than predicted; OLMoE, and torchtitan (Qwen3 30B on B200s), are slower. At 0.8 of the peak, the most "
-    "that bfloat16 matmuls reach on an H100 (see `CostModel`), the errors of NVIDIA's four rows would be -9%, 0%, "
-    "+8% and +16%, and those of the other two +41% and +39%. The "
+    "that bfloat16 matmuls reach on an H100 (see `CostModel`), the errors of Mixtral and of Qwen3 30B on H100s would be -9% and "
+    "+3%, and those of OLMoE and of torchtitan's Qwen3 30B +43% and +41%. The "
     "trivial predictor does about as well as ours, because four of these six runs reach about the same fraction of "
     "the peak as OLMo 1B's, 0.33; Mixtral's reaches 0.44, and OLMoE's 0.21.\n\n"
     "What we know of the differences:\n\n"
@@ -161,9 +161,8 @@ _WHY_EXPERTS = (
     "- Qwen3 30B on B200s: torchtitan multiplies the experts' outputs by the router's weights in float32, and has separate "
     "matmuls for gates and values (torchtitan/models/common at b5bcd76c6, a month later). Tokens were routed by a real router, so "
     "experts weren't equally busy.\n"
-    "- Qwen3 30B on H100s: if gates and values were separate matrices here and the router's weights multiplied "
-    "the experts' outputs, this row would be predicted 1% too slow even with matmuls at the full peak. So our "
-    "experts are like NeMo AutoModel's (`vgpu/plan/experts.py`).\n\n"
+    "- Qwen3 30B on H100s: as in NeMo AutoModel, gates and values are one matrix here, and the router's weights "
+    "multiply the inner values (`vgpu/plan/experts.py`).\n\n"
     "How much of each miss these differences explain is unknown; the rest is unexplained."
 )
 

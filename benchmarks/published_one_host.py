@@ -117,12 +117,12 @@ _WHY = (
     "same error.\n\nWithout tensor parallelism, a layer's time is right, and the last matmul is "
     "too fast in the model: 1,024 tokens take 4.0 ms more at width 2048 than at 1024, which is 80 "
     "TFLOP/s for matmuls with 51,200 columns. With half as many columns (TP 2), they take no "
-    "longer than predicted. This is unexplained, and causes most of the errors of -6 to -14% in "
+    "longer than predicted. This is unexplained, and causes most of the errors of -6 to -15% in "
     "these rows.\n\nThe host's time for the same calls differs from group to group. Where the GPU "
     "waits for the host, a layer takes 3.3 to 3.6 ms per micro-batch with TP 2 or 4. But it takes "
     "2.7 ms with TP 4, width 2048 and micro-batches of 2, which is less than at half the width, "
     "and 3.7 to 5.0 ms with TP 8, where the time falls as micro-batches grow (5.0, 4.0 and 3.7 ms "
-    "for 1, 2 and 4 at width 1024). This is unexplained, too, and causes the errors of +12 to +23% "
+    "for 1, 2 and 4 at width 1024). This is unexplained, too, and causes the errors of +13 to +24% "
     "and those with TP 8; no model of the work could predict it."
 )
 
