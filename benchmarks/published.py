@@ -10,7 +10,7 @@ recomputation keeps only the block's input.
 One figure is fitted, to the first row: the efficiency of arithmetic on the average GPU, as a
 fraction of the H100's peak. How much GPUs vary is taken from a measurement elsewhere (SPREAD). All
 other figures come from datasheets or are CostModel's defaults. Rows in float8, among them all of Llama
-405B, are in published_methods.py. Two rows were also published with asynchronous tensor
+405B, are in published_float8.py. Two rows were also published with asynchronous tensor
 parallelism, and are replayed with it. Two things aren't modeled: clocks that fall at a power limit,
 which is the likely reason why the gains of torch.compile and of asynchronous tensor parallelism are
 both overestimated; and, in the tables, the multiprocessors that NCCL's kernels take from the

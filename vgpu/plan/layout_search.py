@@ -161,6 +161,7 @@ def search(
     groups = [list(group) for _, group in itertools.groupby(left, key=lambda one: one.plan.layout)]
     groups.sort(key=len, reverse=True)  # so that no process starts the longest one last
     result = SearchResult(candidates)
+    # One layout per process, then two plans in full.
     processes = min(processes or at_once(), max(len(groups), 2))
     with (
         tqdm(desc="trying layouts", total=len(left), leave=False, unit="plan") as bar,

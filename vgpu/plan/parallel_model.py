@@ -248,7 +248,7 @@ class ParallelModel:
         blocks = progress("sharding blocks", "block", items=self._blocks)
         ends = (model.embedding, model.output) if plan.wrap_ends else ()  # a stage may lack them
         apply_fsdp(model, [*filter(None, ends), *blocks], mesh[dp], policy)
-        self.module: Any = model.to_empty(device="vgpu")
+        self.module: Any = model._apply(_empty_on_gpu)
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -318,11 +318,7 @@ def adam(module: nn.Module) -> torch.optim.AdamW:
 
 
 def adam_with_state(module: nn.Module) -> torch.optim.AdamW:
-    """Create the module's optimizer, and the state that its first step would create.
-
-    A first step would take longer: on each new mesh, DTensor looks for the best placements of
-    ``zeros_like``, which takes a second if the mesh has three dimensions.
-    """
+    """Create the module's optimizer, and the state that its first step would create."""
     optimizer = adam(module)
     for p in module.parameters():
         step = torch.zeros((), dtype=torch.float32, device=p.device)
@@ -331,11 +327,23 @@ def adam_with_state(module: nn.Module) -> torch.optim.AdamW:
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:
+    return _of_own_part(torch.zeros_like, like)
+
+
+def _empty_on_gpu(like: torch.Tensor) -> torch.Tensor:
+    return _of_own_part(functools.partial(torch.empty_like, device="vgpu"), like)
+
+
+def _of_own_part(make: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Call ``make`` for a tensor or, if it's a DTensor, for this rank's part of it.
+
+    On each new mesh, DTensor itself would first look for the best placements of ``zeros_like``,
+    which takes a second if the mesh has three dimensions.
+    """
     if not isinstance(like, DTensor):
-        return torch.zeros_like(like)
-    local = torch.zeros_like(like.to_local())
+        return make(like)
     return DTensor.from_local(
-        local,
+        make(like.to_local()),
         like.device_mesh,
         like.placements,
         run_check=False,

@@ -60,6 +60,16 @@ def test_extrapolated_bytes_match_if_they_peak_in_the_backward_pass():
     assert whole.bytes_by_cause != whole.peaks[-1]
 
 
+def test_compiled_layers_take_the_same_time_without_gathers_between_them():
+    sizes = dataclasses.replace(SIZES, layers=12)
+    plan = Plan(
+        sizes, Layout(dp_shard=4), reshard_after_forward=False, accumulate=2, sync_once=True
+    )
+    assert extrapolate(plan, fuses=True).seconds() == pytest.approx(
+        predict(plan, fuses=True).seconds, rel=1e-3
+    )
+
+
 DENSE = TransformerSizes(8, 256, 4, 2, 1024, 32_000)
 GPT = dataclasses.replace(DENSE, form="gpt")
 SHARED = dataclasses.replace(DENSE, experts=ExpertSizes(8, 2, 512, shared_width=256))
